@@ -1,4 +1,4 @@
-"""A client's round of DP-SGD: fedfm beside Opacus, one backward pass for each row, and training without privacy.
+"""A client's round of DP-SGD: fedfm compared with Opacus, one backward pass for each row, and training without privacy.
 
     python benchmarks/dp_sgd.py
 

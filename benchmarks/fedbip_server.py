@@ -1,4 +1,4 @@
-"""FedBip's server: K^2 similarities and K aggregates of K clients' task vectors, beside the loops that others write.
+"""FedBip's server: K^2 similarities and K aggregates of K clients' task vectors, against the loops that others write.
 
     python benchmarks/fedbip_server.py
     python benchmarks/fedbip_server.py --clients 8 40 --millions 1

@@ -1,4 +1,4 @@
-"""A client's round of FedMS's stage two, beside a hand-written PyTorch + PEFT loop; and the memory of many clients.
+"""A client's round of FedMS's stage two, against a hand-written PyTorch + PEFT loop; and the memory of many clients.
 
     python benchmarks/fedms.py
     python benchmarks/fedms.py --memory 20

@@ -1,4 +1,4 @@
-"""Federated LoRA of MiniLM on banking77: whole warm rounds of fedfm beside Flower's simulation.
+"""Federated LoRA of MiniLM on banking77: whole warm rounds of fedfm compared with Flower's simulation.
 
     python benchmarks/flower_lora.py
     python benchmarks/flower_lora.py --rows 64 --rounds 2

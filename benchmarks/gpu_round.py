@@ -1,4 +1,4 @@
-"""Federated LoRA of large language models on one GPU: fedfm beside a plain TRL loop and code as FlowerTune has it.
+"""Federated LoRA of large language models on one GPU: fedfm against a plain TRL loop and code as FlowerTune has it.
 
     python benchmarks/gpu_round.py
     python benchmarks/gpu_round.py --only 8B --out docs/results/gpu.md

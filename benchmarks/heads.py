@@ -1,4 +1,4 @@
-"""Heads on cached features: fedfm's rounds beside a plain PyTorch loop, pfl-research, and Ray's messages alone.
+"""Heads on cached features: fedfm's rounds compared with a plain PyTorch loop, pfl-research, and Ray's messages alone.
 
     python benchmarks/heads.py
     python benchmarks/heads.py --rows 2000

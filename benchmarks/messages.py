@@ -1,4 +1,4 @@
-"""What a message costs: a client-round of the local engine without any training, beside Flower's simulation on Ray.
+"""What a message costs: a client-round of the local engine without any training, against Flower's simulation on Ray.
 
     python benchmarks/messages.py
     python benchmarks/messages.py --skip-ray

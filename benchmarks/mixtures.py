@@ -1,4 +1,4 @@
-"""Mixtures of many classes' features: fedfm's EM beside one scikit-learn GaussianMixture a class, as FedPFT's listing.
+"""Mixtures of many classes' features: fedfm's EM against one scikit-learn GaussianMixture a class, as FedPFT's listing.
 
     python benchmarks/mixtures.py
     python benchmarks/mixtures.py --dims 192 384 --groups 60

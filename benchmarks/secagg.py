@@ -1,4 +1,4 @@
-"""Secure aggregation: a client's seconds and bytes, beside the client functions of Flower's SecAgg+.
+"""Secure aggregation: a client's seconds and bytes, compared with the client functions of Flower's SecAgg+.
 
     python benchmarks/secagg.py
     python benchmarks/secagg.py --quick

@@ -1,4 +1,4 @@
-"""A client's local pass for each task, beside the Trainer of transformers: same model, rows, batches and optimiser.
+"""A client's local pass for each task, against the Trainer of transformers: same model, rows, batches and optimiser.
 
 ``sequence_to_sequence`` has the Seq2SeqTrainer beside it, ``embedding`` the trainer of sentence-transformers.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,10 @@ def checked(method: Any) -> None:
     """Refuse a method's values and rules as an experiment that names it would."""
     check(method, "method")
     method.validate()
+
+
+def jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as lines of JSON; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path

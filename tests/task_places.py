@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import tiny_seq2seq
 import tiny_text
 import tiny_vision
 from fedfm.core import tasks
+from small import jsonl
 
 NAMES = tuple(task.name for task in tasks.available())
 WORDS = ("small grey fish", "old bird under sky", "leaf and root", "the quiet river", "a wing near water")
@@ -43,12 +42,6 @@ def rows(name: str) -> list[dict[str, Any]]:
         "visual_instruction": lambda i, text: tiny_vision.one_conversation(i),
     }[name]
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
-
-
-def jsonl(path: Path, made: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as lines of JSON; return the path."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return path
 
 
 class Places:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import wave
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -162,10 +161,3 @@ def recordings(folder: Path, n: int = 24, **form: Any) -> list[dict[str, str]]:
         rows.append({"audio": f"wav/{i}.wav", "output": words})
         tone(folder / rows[-1]["audio"], pitch, **form)
     return rows
-
-
-def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """A jsonl file of the rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path

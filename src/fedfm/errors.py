@@ -199,7 +199,7 @@ SENTENCES = {
     E_NORM: "a number is too large; see the site's errors.log",
     E_WEIGHT: "the weight is out of range; see the site's errors.log",
 }
-UNTOLD = "see the site's errors.log"  # end of the sentence for all other codes
+SEE_LOG = "see the site's errors.log"  # end of the sentence for all other codes
 OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # errors with these codes do not depend on any row
 
 

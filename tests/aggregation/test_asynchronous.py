@@ -399,7 +399,7 @@ def test_whoever_answers_first_is_in_the_buffer_and_late_answers_count_less():
     fed, link, step = arriving(2, ("a", 1.0), ("b", 3.0), ("a", 5.0), ("b", 7.0), ("c", 10.0), ("a", 0.0))
     assert step(1) == 2.0
     assert step(2) == 6.0
-    assert set(fed.underway) == {"c"}
+    assert set(fed.in_flight) == {"c"}
     assert step(3) == pytest.approx((10.0 / math.sqrt(3) + 0.0) / 2)  # c began in round 1, two updates ago
     assert fed.cohort == ("a", "c")
     assert (fed.metrics["staleness"], fed.metrics["largest_staleness"]) == (1.0, 2.0)
@@ -413,7 +413,7 @@ def test_a_fault_is_left_out_and_a_second_answer_too():
     assert [(e.client, e.code) for e in fed.excluded] == [("a", "E_EXCEPTION"), ("b", "E_DUPLICATE")]
     assert step(2) == 7.0
     assert link.requests[1] == ["a", "b", "c"]
-    assert set(fed.underway) == {"c"}
+    assert set(fed.in_flight) == {"c"}
 
 
 def test_too_few_answers_stop_the_run():

@@ -44,12 +44,12 @@ def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon):
     assert max(canaries.epsilon_bound(found(s, epsilon), D, DELTA, 0.999) for s in range(30)) <= epsilon
     highs = [canaries.epsilon_most(found(seed, epsilon), D, DELTA, 0.95) for seed in range(40)]
     assert sum(high < epsilon for high in highs) <= 7
-    assert epsilon < 2.0 or np.mean(lows) > 0.6 * epsilon  # and it is of use
+    assert epsilon < 2.0 or np.mean(lows) > 0.6 * epsilon  # nor is it far below
 
 
 @pytest.mark.parametrize(("clients", "numbers", "epsilon"), [(2, 20, 3.71), (400, 85, 8.0)])
 def test_few_numbers_of_noise_do_not_refute_a_true_claim(clients, numbers, epsilon):
-    """Noise of size 1 is measured from so many numbers only: it looks smaller by chance, to all canaries at once."""
+    """The noise is estimated from few numbers. If it seems too small by chance, all scores are too large together."""
     rng, true = np.random.default_rng(1), gaussian_mu(epsilon)
     measured = np.sqrt(rng.chisquare(numbers, 200) / numbers)
     scores = true / measured[:, None] + rng.standard_normal((200, clients))

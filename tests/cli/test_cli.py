@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from central import call
 from fedfm import load_run
 from fedfm.cli import main
 from fedfm.cli.help import EXAMPLES
@@ -28,14 +29,8 @@ from fedfm.data.class_names import class_name
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 from fedfm.training import BY_NAME
+from processes import rounds as rounds_in
 from small import experiment, features, pictures, tiny_vit
-
-
-def call(capsys, *args):
-    """(exit code, stdout, stderr)."""
-    code = main([str(a) for a in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
 
 
 def toml(folder, **changes):
@@ -178,10 +173,10 @@ def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path, capsys):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        before = progress(out)
+        before = rounds_in(out)
         deadline = time.monotonic() + 300
         # The first rounds are seen, then the process dies at a moment that no one chose.
-        while process.poll() is None and progress(out) < before + 8 + 6 * attempt and time.monotonic() < deadline:
+        while process.poll() is None and rounds_in(out) < before + 8 + 6 * attempt and time.monotonic() < deadline:
             time.sleep(0.005)
         if process.poll() is None:
             time.sleep(0.003 * (attempt % 7))
@@ -198,11 +193,6 @@ def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path, capsys):
     assert rounds == list(range(61))
 
 
-def progress(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
 @pytest.mark.proof
 def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
     exp = toml(tmp_path, method={"rounds": 3000}, run={"workers": 2})
@@ -214,14 +204,14 @@ def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
         start_new_session=True,
     )
     deadline = time.monotonic() + 300
-    while progress(tmp_path / "r") < 3 and time.monotonic() < deadline:
+    while rounds_in(tmp_path / "r") < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert f"fedfm resume {tmp_path / 'r'}" in err
     assert "Traceback" not in err
-    kept = progress(tmp_path / "r")
+    kept = rounds_in(tmp_path / "r")
     assert kept >= 3
     code, _, _ = call(capsys, "report", tmp_path / "r")
     assert code == 0
@@ -241,7 +231,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(tmp_path, capsys):
     assert "the disk is full" in ended.stderr
     assert f"fedfm resume {tmp_path / 'full'}" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert 0 < progress(tmp_path / "full") < 30
+    assert 0 < rounds_in(tmp_path / "full") < 30
     code, _, _ = call(capsys, "resume", tmp_path / "full")
     assert code == 0
     results = [json.loads((tmp_path / r / "manifest.json").read_text())["result"] for r in ("straight", "full")]

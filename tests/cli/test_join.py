@@ -8,6 +8,7 @@ import torch
 
 import fedfm
 import tiny_text
+from central import call
 from fedfm.api.join import join
 from fedfm.api.predict import load
 from fedfm.cli import main
@@ -16,12 +17,6 @@ from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.runtime.run_directory import Run
 from small import experiment, features
-
-
-def call(capsys, *args):
-    code = main([str(a) for a in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
 
 
 def finished(folder, **method):

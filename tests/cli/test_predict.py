@@ -8,25 +8,15 @@ import pytest
 
 import fedfm
 import tiny_text
+from central import call
 from fedfm.api.predict import predict
-from fedfm.cli import main
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
+from small import jsonl
 from tiny_text import COMMON
 
 FIGURES = ("loss", "perplexity")
 ALL = (*FIGURES, "exact_match", "rouge_1")
-
-
-def call(capsys, *args):
-    code = main([str(a) for a in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def instructions(n=40):
@@ -45,9 +35,9 @@ def folder(tmp_path_factory):
     """The run ``asked`` of an instruction model, and its test rows."""
     path = tiny_text.save_all(tmp_path_factory.mktemp("models"))
     rows = instructions()
-    write(path / "asked.jsonl", rows)
-    write(path / "test.jsonl", [row for row in rows if row["split"] == "test"])
-    write(path / "bare.jsonl", [{"instruction": row["instruction"]} for row in rows if row["split"] == "test"])
+    jsonl(path / "asked.jsonl", rows)
+    jsonl(path / "test.jsonl", [row for row in rows if row["split"] == "test"])
+    jsonl(path / "bare.jsonl", [{"instruction": row["instruction"]} for row in rows if row["split"] == "test"])
     fedfm.run(experiment(path), path / "asked")
     return path
 
@@ -81,17 +71,17 @@ def test_outputs_are_not_needed_and_not_read_for_an_answer(folder):
 
 def test_rows_without_an_output_are_answered_and_not_scored(folder, tmp_path):
     rows = [row for row in instructions() if row["split"] == "test"]
-    some = write(tmp_path / "some.jsonl", rows[:4])
+    some = jsonl(tmp_path / "some.jsonl", rows[:4])
     for hole in ("", " ", None):
         mixed = [row if i < 4 else row | {"output": hole} for i, row in enumerate(rows)]
-        found = predict(folder / "asked", write(tmp_path / "mixed.jsonl", mixed))
+        found = predict(folder / "asked", jsonl(tmp_path / "mixed.jsonl", mixed))
         expected = predict(folder / "asked", some)
         assert [found[key] for key in ALL] == [expected[key] for key in ALL]
         assert len(found["answers"]) == 10
 
 
 def test_an_output_that_is_no_text_is_refused(folder, tmp_path, capsys):
-    file = write(tmp_path / "new.jsonl", [{"instruction": "the old bird", "output": 3}])
+    file = jsonl(tmp_path / "new.jsonl", [{"instruction": "the old bird", "output": 3}])
     code, _, err = call(capsys, "predict", folder / "asked", file)
     assert code == 2
     assert f'{file}, line 1: column "output" holds int 3: text is expected' in err
@@ -169,8 +159,8 @@ def test_the_perplexity_of_text_is_that_of_the_run(folder, tmp_path, ending):
         (tmp_path / "new.txt").write_text("".join(table.inputs[i] for i in table.rows("test")))
     else:
         rows = [{"text": line, "split": "test" if i % 5 == 0 else "train"} for i, line in enumerate(lines)]
-        write(tmp_path / "all.jsonl", rows)
-        write(tmp_path / "new.jsonl", [{"text": line} for line in lines[::5]])
+        jsonl(tmp_path / "all.jsonl", rows)
+        jsonl(tmp_path / "new.jsonl", [{"text": line} for line in lines[::5]])
     result = fedfm.run(tables, tmp_path / "run")
     found = predict(tmp_path / "run", tmp_path / f"new{ending}")
     for key in FIGURES:

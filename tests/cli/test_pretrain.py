@@ -1,17 +1,12 @@
 """fedfm pretrain, as a user types it: the folder, a kill and the way on, what is refused."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from central import Lines, call
+from central import Lines, call, kill_after_an_epoch
 from fedfm.api import execute
 from fedfm.api.pretrain import pretrain
 from fedfm.api.pretrain_spec import Pretraining
@@ -133,15 +128,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path):
 @pytest.mark.proof
 def test_a_killed_process_goes_on_and_a_finished_one_answers(whole, tmp_path, capsys):
     out = tmp_path / "net"
-    command = [sys.executable, "-m", "fedfm", "pretrain", str(toml(tmp_path)), "--out", str(out)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    deadline = time.monotonic() + 300
-    while not list(out.glob("checkpoint/epoch-*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_after_an_epoch("pretrain", toml(tmp_path), out)
     code, text, _ = call(capsys, "pretrain", tmp_path / "pre.toml", "--out", out, "--format", "json")
     assert code == 0
     result = json.loads(text)

@@ -9,6 +9,7 @@ from fedfm.core import tasks
 from fedfm.core.capabilities import HiddenModel
 from fedfm.errors import InputError
 from fedfm.runtime.population import populate
+from small import jsonl
 
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 METHODS = tuple(name for name in available("methods") if not issubclass(resolve("methods", name), HiddenModel))
@@ -51,7 +52,7 @@ def test_a_method_of_one_class_a_row_names_the_tasks_that_it_takes():
 
 
 def test_a_task_that_the_rows_imply_is_refused_before_the_adaptation(tmp_path):
-    path = task_places.jsonl(tmp_path / "rows.jsonl", task_places.rows("instruction"))
+    path = jsonl(tmp_path / "rows.jsonl", task_places.rows("instruction"))
     tables = {
         "data": {"path": str(path), "partition": {"clients": 2}},
         "model": {"name": "a-model", "adaptation": {"name": "head"}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from fedfm.data.rows_to_predict import read_inputs
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, contents, fingerprint
 from fedfm.errors import InputError
+from small import jsonl
 
 
 def said(*texts, system=""):
@@ -23,13 +23,8 @@ def said(*texts, system=""):
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def read(path, rows, task=None, **keys):
-    return load_table(DataSpec(path=str(write(path / "rows.jsonl", rows)), test_fraction=0, **keys), seed=0, task=task)
+    return load_table(DataSpec(path=str(jsonl(path / "rows.jsonl", rows)), test_fraction=0, **keys), seed=0, task=task)
 
 
 TALK = said("hi", "hello", "who", "me", system="be kind")
@@ -62,7 +57,7 @@ def test_instructions_come_first_where_a_file_has_both(tmp_path):
 
 
 def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
-    path = write(tmp_path / "new.jsonl", [{"messages": said("hi")}, {"messages": TALK}])
+    path = jsonl(tmp_path / "new.jsonl", [{"messages": said("hi")}, {"messages": TALK}])
     table = read_inputs(path, DataSpec(path="x"), kind="instruction")
     assert table.inputs == [((("user", "hi"),), ""), read(tmp_path, [{"messages": TALK}]).inputs[0]]
 
@@ -121,7 +116,7 @@ def test_preferences_in_every_form(tmp_path, row, asked):
     assert table.kind == "preference"
     assert table.inputs == [(asked, "is blue", "is green")]
     assert table.notices == ()
-    prompts = read_inputs(write(tmp_path / "new.jsonl", [row]), DataSpec(path="x"), kind="preference")
+    prompts = read_inputs(jsonl(tmp_path / "new.jsonl", [row]), DataSpec(path="x"), kind="preference")
     assert (prompts.kind, prompts.inputs) == ("instruction", [(asked, "")])
 
 

@@ -1,15 +1,10 @@
 """fedfm distil, as a user types it: the folder, the table, a kill and the way on, what is refused."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from central import Lines, call
+from central import Lines, call, kill_after_an_epoch
 from fedfm.api import execute
 from fedfm.config.toml import to_toml
 from fedfm.encrypted.student import conversion
@@ -104,15 +99,7 @@ def test_an_interrupted_one_goes_on_to_the_same_bits(place, whole, tmp_path, ste
 @pytest.mark.proof
 def test_a_killed_process_goes_on(place, whole, tmp_path, capsys):
     out = tmp_path / "twin"
-    command = [sys.executable, "-m", "fedfm", "distil", str(toml(place, tmp_path)), "--out", str(out)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    deadline = time.monotonic() + 300
-    while not list(out.glob("checkpoint/epoch-*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_after_an_epoch("distil", toml(place, tmp_path), out)
     code, text, _ = call(capsys, "distil", tmp_path / "twin.toml", "--out", out, "--format", "json")
     assert code == 0
     assert json.loads(text)["params_sha256"] == whole[1]["params_sha256"]

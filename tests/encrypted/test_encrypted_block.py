@@ -17,6 +17,7 @@ from fedfm.errors import ClientFault, InputError, RunError
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
 from fedfm.encrypted.ckks import seal
+from random_twin import apply
 
 PARAMETERS, BOUND = Parameters(), 32.0
 LAYOUT = Packing(PARAMETERS, 4)
@@ -71,18 +72,6 @@ def squared(u):
 
 NORM, EXP = Steps(newton, (1.0, 0.0)), Steps(squared, (0.25 / math.sqrt(2), 1 / math.sqrt(2)))
 INVERSE, GELU = Steps(goldschmidt, (1.0, 0.0)), Square(0.25, 1.0, 0.1, (0.9, 0.2))
-
-
-class Clear(np.ndarray):
-    """Numbers with a square."""
-
-    def square(self):
-        return self * self
-
-
-def apply(recipe, x):
-    a, b = recipe.fold
-    return np.asarray(recipe.evaluate_folded((a * x + b).view(Clear)))
 
 
 def weights(seed=0):

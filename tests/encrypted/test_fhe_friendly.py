@@ -1,4 +1,4 @@
-"""Twins: polynomials in place of a model's functions, their intervals, and blocks folded for encrypted tokens."""
+"""Polynomial students: polynomials in place of functions, their intervals, and blocks folded for encrypted tokens."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def load(folder, adaptation="full", **spec):
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    """A twin with 4 tokens, width 8 and 2 blocks, and rows."""
+    """A student with 4 tokens, width 8 and 2 blocks, and rows."""
     folder = tmp_path_factory.mktemp("twin") / "ijepa"
     x = make_twin("ijepa", folder)
     return folder, x
@@ -93,7 +93,7 @@ def test_arguments_are_clamped_in_training_and_counted_in_evaluation():
     assert (gelu.outside, gelu.total, gelu.penalty) == (2, 4, None)
     gelu.train()
     gelu(x[:3])
-    assert gelu.penalty is None  # it would hold the graphs of all steps of a training that does not ask for it
+    assert gelu.penalty is None  # training that does not use it keeps no graph of it
     gelu.hinged = True
     y = gelu(x[:3])
     assert y[0] == pytest.approx(0.125 * 4 - 0.5 + 0.5)
@@ -346,7 +346,7 @@ def test_depth():
 
 
 def test_the_shipped_twin():
-    """Digits, which it was not distilled on: near nano-vit's features, inside the intervals, and ready to be folded."""
+    """On rows that it was not distilled on: features near nano-vit's, arguments inside the intervals, folding."""
     from fedfm.data.load import load_table
     from fedfm.data.spec import DataSpec
 

@@ -18,7 +18,7 @@ from fedfm.config.run_spec import RunSpec
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.simulation import shares
-from fedfm.engines.local.engine import LocalLink, seats, silos_of
+from fedfm.engines.local.engine import LocalLink, silos_of, visible_devices
 from fedfm.engines.local.spawned import spawn
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.judge import judge
@@ -72,12 +72,12 @@ def environment(pid):
 def test_each_worker_of_the_local_engine_sees_its_own_gpus(gpus, run, device, count, expected):
     gpus(count)
     where = torch.device("cuda", int(device[5:])) if device.startswith("cuda:") else CUDA
-    assert seats(RunSpec(**run), device, where) == expected
+    assert visible_devices(RunSpec(**run), device, where) == expected
 
 
 def test_the_machines_names_of_gpus_are_kept(gpus):
     gpus(2, visible="4,GPU-8932f937")
-    assert seats(RunSpec(), "auto", CUDA) == ["4", "GPU-8932f937"]
+    assert visible_devices(RunSpec(), "auto", CUDA) == ["4", "GPU-8932f937"]
     assert shares(None, "auto") == (1.0, ["4", "GPU-8932f937"])
 
 
@@ -86,8 +86,8 @@ def test_more_workers_than_there_is_room_for_are_refused(gpus):
     with pytest.raises(
         InputError, match=r"run.workers = 3: with run.gpus_per_client = 1 there is room for 2 on 2 GPUs"
     ):
-        seats(RunSpec(workers=3), "auto", CUDA)
-    for ask in (lambda: seats(RunSpec(gpus_per_client=4), "auto", CUDA), lambda: shares(4, "cuda")):
+        visible_devices(RunSpec(workers=3), "auto", CUDA)
+    for ask in (lambda: visible_devices(RunSpec(gpus_per_client=4), "auto", CUDA), lambda: shares(4, "cuda")):
         with pytest.raises(InputError, match=r"run.gpus_per_client = 4: this machine has 2"):
             ask()
     with pytest.raises(InputError, match=r"gpus_per_client = 1.5: expected at most 1, or a whole number"):

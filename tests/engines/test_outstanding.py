@@ -176,10 +176,10 @@ def test_an_answer_that_nobody_pulled_is_asked_for_and_not_trained_again(tmp_pat
     w = [fed.initial]
     for t in (1, 2):
         w.append(step(w[-1], t))
-    assert fed.underway == {"c": (1, 1)}
+    assert fed.in_flight == {"c": (1, 1)}
     assert world.trained() == "aabbc"
-    fed, step, sent = world.serve(after=fed.underway)  # the former was killed after the commit of round 2
-    assert fed.underway == {"c": (1, 1)}
+    fed, step, sent = world.serve(after=fed.in_flight)  # the former was killed after the commit of round 2
+    assert fed.in_flight == {"c": (1, 1)}
     cohorts = []
     for t in (3, 4):
         w.append(step(w[-1], t))
@@ -200,8 +200,8 @@ def test_what_the_server_has_pulled_crosses_no_second_time(tmp_path):
     world = World(tmp_path)
     fed, step, _ = world.serve()
     first = step(fed.initial, 1)
-    assert fed.underway == {"c": (1, 1)}  # its answer is here, and in no buffer
-    fed, step, sent = world.serve(after=fed.underway)
+    assert fed.in_flight == {"c": (1, 1)}  # its answer is here, and in no buffer
+    fed, step, sent = world.serve(after=fed.in_flight)
     second = step(first, 2)
     assert fed.cohort == ("a", "c")
     assert sent() == ["a", "b", "c"]  # the third is asked for a pass on the new model
@@ -214,7 +214,7 @@ def test_what_the_server_has_pulled_crosses_no_second_time(tmp_path):
 def test_a_round_that_was_not_completed_asks_nobody_anew(tmp_path, pulled):
     world = World(tmp_path)
     fed, step, _ = world.serve()
-    first, underway = step(fed.initial, 1), dict(fed.underway)
+    first, underway = step(fed.initial, 1), dict(fed.in_flight)
     if pulled:
         second, cohort = step(first, 2), fed.cohort  # and then the server was killed, before the commit
     else:
@@ -245,7 +245,7 @@ def test_whenever_the_server_is_killed_nobody_trains_twice_for_one_request(tmp_p
             kills += 1
             fed, step, _ = world.serve(after=underway, lost=rng.choice(["", *"abc"]))
         else:
-            w, underway, t = found, dict(fed.underway), t + 1
+            w, underway, t = found, dict(fed.in_flight), t + 1
         assert fed.excluded == []
         world.trained()
     assert kills
@@ -255,18 +255,18 @@ def test_a_site_that_is_still_at_it_holds_up_no_hello(tmp_path):
     world = World(tmp_path)
     fed, step, _ = world.serve(lost="c")
     w = step(fed.initial, 1)
-    fed, step, _ = world.serve(after=fed.underway, busy="c")
+    fed, step, _ = world.serve(after=fed.in_flight, busy="c")
     assert fed.clients == ("a", "b", "c")
     for t in (2, 3):
         w = step(w, t)
         assert fed.cohort == ("a", "b")
-    assert fed.underway == {"c": (1, 1)}
+    assert fed.in_flight == {"c": (1, 1)}
     world.end()
     for t in (4, 5):
         w = step(w, t)
     assert fed.began["c"] == 1
     assert fed.excluded == []
-    assert world.trained().count("c") == 1 + ("c" in fed.underway)  # what it is at now, it was asked for since
+    assert world.trained().count("c") == 1 + ("c" in fed.in_flight)  # what it is at now, it was asked for since
 
 
 class Judging(Quadratic):
@@ -340,7 +340,7 @@ def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):
     fed, step, _ = world.serve(lost="c")
     w = step(fed.initial, 1)
     (tmp_path / "c" / FILE).unlink()
-    fed, step, sent = world.serve(after=fed.underway)
+    fed, step, sent = world.serve(after=fed.in_flight)
     for t in (2, 3):
         w = step(w, t)
     assert world.trained().count("c") == 1 + sent().count("c") >= 2
@@ -353,7 +353,7 @@ def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):
 def test_what_is_damaged_or_of_another_request_is_asked_anew(tmp_path, damage):
     world = World(tmp_path)
     fed, step, _ = world.serve(lost="c")
-    w, underway = step(fed.initial, 1), dict(fed.underway)
+    w, underway = step(fed.initial, 1), dict(fed.in_flight)
     if damage == "the server's list":
         (tmp_path / "underway.json").write_text((tmp_path / "underway.json").read_text()[:-40])
     elif damage == "an older checkpoint":
@@ -374,16 +374,16 @@ def test_a_second_stop_finds_what_was_asked_instead(tmp_path):
     fed, step, _ = world.serve(lost="c")
     w = step(fed.initial, 1)
     (tmp_path / "c" / FILE).unlink()
-    fed, step, _ = world.serve(after=fed.underway)
+    fed, step, _ = world.serve(after=fed.in_flight)
     w = step(w, 2)
     assert fed.cohort == ("a", "b")
-    assert fed.underway["c"] == (2, 1)  # asked anew, and its answer is not pulled
-    fed, step, _ = world.serve(after=dict(fed.underway))
+    assert fed.in_flight["c"] == (2, 1)  # asked anew, and its answer is not pulled
+    fed, step, _ = world.serve(after=dict(fed.in_flight))
     for t in (3, 4):
         w = step(w, t)
         if "c" in fed.cohort:
             break
-    assert world.trained().count("c") == 2 + (fed.underway.get("c") == (t, 1))  # what was not pulled, it kept
+    assert world.trained().count("c") == 2 + (fed.in_flight.get("c") == (t, 1))  # what was not pulled, it kept
     assert fed.began["c"] == 2
     assert fed.excluded == []
 
@@ -393,7 +393,7 @@ def test_a_policy_that_was_changed_holds_for_an_answer_too(tmp_path):
     fed, step, _ = world.serve(lost="c")
     w = step(fed.initial, 1)
     world.apps[100].site.silos.allow = ("scores",)
-    fed, step, _ = world.serve(after=fed.underway)
+    fed, step, _ = world.serve(after=fed.in_flight)
     for t in (2, 3):
         w = step(w, t)
     assert {(e.client, e.code) for e in fed.excluded} == {("c", "E_REFUSED")}
@@ -408,7 +408,7 @@ def test_files_are_the_servers_alone_and_at_most_three_a_client(tmp_path):
         w = step(w, t)
     told = json.loads((tmp_path / "underway.json").read_text())
     assert told.keys() == ROWS.keys()
-    assert {name: (sent["round"], sent["call"]) for name, sent in told.items() if name in fed.underway} == fed.underway
+    assert {name: (told[name]["round"], told[name]["call"]) for name in fed.in_flight} == fed.in_flight
     kept = [tmp_path / "underway.json", *(tmp_path / "underway").iterdir(), *tmp_path.glob(f"*/{FILE}")]
     assert len(kept) <= 1 + 3 * len(ROWS)  # the last two answers here, the last at the site
     assert [path for path in kept if path.stat().st_mode & 0o077] == []
@@ -456,7 +456,7 @@ def test_a_full_disk_keeps_nothing_and_stops_nothing(tmp_path, monkeypatch):
     fed, step, _ = world.serve()
     w = step(step(fed.initial, 1), 2)
     assert not (tmp_path / "other/underway").exists()
-    fed, step, sent = world.serve(after=fed.underway)
+    fed, step, sent = world.serve(after=fed.in_flight)
     step(w, 3)
     assert len(sent()) == 3
     assert len(world.passes) == 7  # three, two, and of the resumed one the two that nobody had asked

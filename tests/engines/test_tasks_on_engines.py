@@ -26,7 +26,8 @@ from fedfm.runtime.run_directory import Run
 from fedfm.sites import silo_config
 from grid import InProcessGrid
 from processes import same
-from task_places import NAMES, Places, jsonl, tables
+from small import jsonl
+from task_places import NAMES, Places, tables
 
 SPEECH = "speech"  # the rows of a Whisper, which are another form of a task's
 ROWS = (*NAMES, SPEECH)

@@ -54,7 +54,7 @@ def test_room_in_a_file_leaves_none_behind_and_its_vectors_outlive_each_other(tm
 
 
 @LINUX
-def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypatch, tmp_path):
+def test_a_store_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(out_of_core, "FILE", 1000)  # two of these vectors
@@ -246,7 +246,7 @@ from fedfm.runtime.run_directory import Run
 
 column_blocks.WINDOWS = 1 << 22  # of four vectors
 small = [Params({"w": torch.randn(1 << 17)}) for _ in range(4)]
-mix(np.ones((1, 4, 4)), small)  # compiled loops take their libraries' memory for good
+mix(np.ones((1, 4, 4)), small)  # loads the libraries of compiled loops, whose memory is not freed
 del small
 
 def anonymous():

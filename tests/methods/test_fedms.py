@@ -22,7 +22,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedms.activation import next_k, split
 from fedfm.methods.fedms.fedms import FedMS
 from fedfm.methods.fedms.gate import Gate, initial
-from fedfm.methods.fedms.mixture import TRUNK, differing, mix
+from fedfm.methods.fedms.mixture import TRUNK, differing_layers, mix
 from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL
 from fedfm.models.dual_encoder import image_trunk
 from fedfm.models.quiet import quiet
@@ -175,7 +175,7 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     still = [n for n in W_g if n not in live]
     assert still
     assert all(torch.equal(W_i[n], W_g[n]) for n in still)
-    assert differing(model, W_g, W_i) == 2
+    assert differing_layers(model, W_g, W_i) == 2
 
 
 @pytest.mark.proof

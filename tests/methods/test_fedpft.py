@@ -17,7 +17,7 @@ from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedpft import private
 from fedfm.methods.fedpft.encoding import pack, unpack
-from fedfm.methods.fedpft.fedpft import FedPFT, Handed, Passed, Summary
+from fedfm.methods.fedpft.fedpft import FedPFT, ForwardedSummary, PeerReply, Summary
 from fedfm.methods.fedpft.topology import topological
 from fedfm.privacy.gaussian import epsilon_of, paper_sigma
 from fedfm.privacy.spec import PrivacySpec
@@ -266,7 +266,7 @@ class Silent(FedPFT):
     """The second client of a line fails."""
 
     @on_client
-    def pass_on(self, client: Client, received: list[Handed]) -> Passed:
+    def pass_on(self, client: Client, received: list[ForwardedSummary]) -> PeerReply:
         if client.id == "d1":
             raise ValueError("no rows today")
         return super().pass_on(client, received)

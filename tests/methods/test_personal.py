@@ -144,7 +144,7 @@ def test_fedawas_step_is_that_of_adam_on_its_objective(seed, K):
 
 
 def test_fedawas_step_without_slopes():
-    for tau in (np.zeros((3, 2)), np.ones((3, 2)), np.ones((1, 2))):  # nobody moved; all alike; one client
+    for tau in (np.zeros((3, 2)), np.ones((3, 2)), np.ones((1, 2))):  # none moved; all moved alike; one client
         G = (x := np.vstack([[1.0, 2.0], tau])) @ x.T
         a = np.full(len(tau), 1 / len(tau))
         np.testing.assert_allclose(awa_step(a, G, 1e-3), a, atol=1e-12)
@@ -168,7 +168,7 @@ def test_fedawa_keeps_the_logits_of_the_absent(tmp_path):
     states = run(method, federation(method, {**ROWS, "c": [1.0], "d": [4.0, 4.0]}, tmp_path), 4)
     for before, after in itertools.pairwise(states):
         assert set(before.a) <= set(after.a)
-        assert len({c for c in after.a if after.a[c] != before.a.get(c)}) == 2  # of four, half
+        assert len({c for c in after.a if after.a[c] != before.a.get(c)}) == 2  # half of the four clients took part
 
 
 # --- FedAMP -----------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_fedamps_scale_is_the_median_squared_distance():
     d = np.array([[0.0, 1, 4], [1, 0, 9], [4, 9, 0]])
     others = np.exp(-d / 4) / 3 * (1 - np.eye(3))
     np.testing.assert_allclose(weights(d), others + np.diag(1 - others.sum(1)))
-    d = np.array([[0.0, 0, 9], [0, 0, 9], [9, 9, 0]])  # two were never asked: 9 is the only distance there is
+    d = np.array([[0.0, 0, 9], [0, 0, 9], [9, 9, 0]])  # two clients were never asked, so 9 is the only distance above 0
     np.testing.assert_allclose(weights(d)[0], [2 / 3 - np.exp(-1) / 3, 1 / 3, np.exp(-1) / 3])
 
 
@@ -206,8 +206,8 @@ def test_two_rounds_of_fedamp(tmp_path):
 
 
 def test_fedamp_pulls_by_the_squared_distance(tmp_path):
-    # Two steps of .5 from u towards a with mu = 1: v1 = (u + a)/2; v2 = v1 - .5 ((v1 - a) + (v1 - u)) = v1. From 5:
-    # 2.5 and 3, apart .25 squared; then u by xi = .5 e^-.25, and half-way to a again.
+    # Two steps of .5 from u towards a with mu = 1: v1 = (u + a)/2; v2 = v1 - .5 ((v1 - a) + (v1 - u)) = v1. From u = 5
+    # the clients reach 2.5 and 3, whose squared distance is .25. Round 2 mixes them by xi = .5 e^-.25 and repeats this.
     local = SGD(learning_rate=0.5, batch_size=8, epochs=2)
     method = FedAMP(local=local, mu=1.0, sigma=1.0, alpha=0.5)
     states = run(method, federation(method, {"a": [0.0], "b": [1.0]}, tmp_path, w=5.0), 2)
@@ -255,7 +255,7 @@ def test_fedamp_refuses_a_step_that_turns_a_models_own_weight_negative(tmp_path)
 def test_fedala_learns_its_mixture_in_the_second_round(tmp_path):
     # Round 1 as FedAvg's: clients end at 0 and 2, theta = 1.5. Round 2, client a: theta_hat = 1.5 W with slope 1.5 W,
     # so that W shrinks by 1 - eta 1.5^2 = .55 each pass; client b: theta_hat - 2 = -.5 W, W shrinks by 1 - .2/4 = .95.
-    # Ten losses that deviate by less than 10 are there after eleven passes. theta stays 1.5.
+    # After eleven passes the last ten losses deviate by less than 10, so that learning ends. theta stays 1.5.
     method = FedALA(local=JUMP, eta=0.2, threshold=10.0, share=1.0)
     fed = federation(method, ROWS, tmp_path)
     states = run(method, fed, 2)
@@ -270,7 +270,7 @@ def test_fedala_learns_its_mixture_in_the_second_round(tmp_path):
 
 
 def kept(folder, key):
-    """What the toy clients keep under a name."""
+    """The value that each toy client keeps under this key."""
     from fedfm.runtime.client_memory import DiskMemory
 
     return {client: DiskMemory(folder, client, (999, 0))[key] for client in ROWS}
@@ -284,7 +284,7 @@ def test_fedala_learns_until_its_losses_settle(tmp_path):
         while len(losses) <= 10 or np.std(losses[-10:]) >= 0.1:
             losses.append(losses[-1] * shrinks**2)
         assert scalar(kept(tmp_path, "W")[client]) == pytest.approx(shrinks ** len(losses), rel=1e-5)
-    assert len(losses) == 11  # of b; a takes one more, as its second loss is .34
+    assert len(losses) == 11  # client b; client a needs one more, because its second loss is .34
 
 
 def test_two_steps_of_fedala_entry_by_entry():
@@ -305,7 +305,7 @@ def test_two_steps_of_fedala_entry_by_entry():
         trainer=train_client,
     )
     method = FedALA(local=SGD(batch_size=64), eta=0.7, share=1.0)
-    hidden = torch.tanh(rows.tensors["features"] @ theta["0.weight"].T + theta["0.bias"])  # below: the shared model's
+    hidden = torch.tanh(rows.tensors["features"] @ theta["0.weight"].T + theta["0.bias"])  # theta has the body
     onehot = functional.one_hot(rows.labels, 3).float()
     for _ in range(2):
         found, passes = method.aggregate(client, theta)
@@ -319,11 +319,11 @@ def test_two_steps_of_fedala_entry_by_entry():
             torch.testing.assert_close(found[n], theta_i[n] + (theta[n] - theta_i[n]) * W[n])
         assert torch.equal(found["0.weight"], theta["0.weight"])
         assert torch.equal(found["0.bias"], theta["0.bias"])
-    assert any(((x == 0) | (x == 1)).any() for x in W.values())  # the clipping was met
+    assert any(((x == 0) | (x == 1)).any() for x in W.values())  # some entries were clipped
 
 
 def test_fedala_stops_where_w_swings_for_ever(tmp_path, monkeypatch):
-    # Here it does not, but so slowly that the losses do not meet this threshold: the number of passes ends it.
+    # Here W converges, but so slowly that the threshold is not met. The largest number of passes ends the loop.
     monkeypatch.setattr("fedfm.methods.fedala.MOST", 14)
     method = FedALA(local=JUMP, eta=0.01, threshold=1e-12, share=1.0)
     run(method, federation(method, ROWS, tmp_path), 2)
@@ -408,12 +408,13 @@ QUARTER = SGD(learning_rate=0.25, batch_size=8)
 
 
 def test_two_rounds_of_fedper(tmp_path):
-    # From 0, 0 both move by .25 (a - b - h): 1, 1 and 2, 2; the body is (1 + 3 2)/4 = 1.75. Then by .25 1.25 = .3125
-    # and by .25 4.25 = 1.0625; the body is (2.0625 + 3 2.8125)/4 = 2.625.
+    # Round 1: body and head move from 0 by .25 (a - b - h), to 1 and 1 at client a, and to 2 and 2 at client b. The
+    # body becomes (1 + 3 2)/4 = 1.75. Round 2 adds .25 1.25 = .3125 and .25 4.25 = 1.0625, so that the body becomes
+    # (2.0625 + 3 2.8125)/4 = 2.625.
     method = FedPer(local=QUARTER)
     fed = sums(method, TWO, tmp_path)
     states = run(method, fed, 2)
-    assert [pair(s.w) for s in states] == [[0, 0], [1.75, 0], [2.625, 0]]  # no round changes the head's first value
+    assert [pair(s.w) for s in states] == [[0, 0], [1.75, 0], [2.625, 0]]  # the server's head keeps its first value
     models = own(fed, method, states[2])
     assert {c: pair(w) for c, w in models.items()} == {"a": [2.0625, 1.3125], "b": [2.8125, 3.0625]}
     started = fed.ask(Evaluation(method).evaluate_start, w=method.start_models(states[2])[""], part="test")
@@ -425,12 +426,12 @@ def test_fedpers_heads_do_not_travel(tmp_path):
     fed = sums(method, TWO, tmp_path)
     run(method, fed, 2)
     sent = {(c.round, c.sender): c.nbytes for c in fed.transcript.pending}
-    assert sent[2, "server"] < sent[1, "server"]  # a head's first value goes down once
+    assert sent[2, "server"] < sent[1, "server"]  # the head's first value is sent once
     fedavg = FedAvg(local=QUARTER)
     whole = sums(fedavg, TWO, tmp_path / "whole")
     run(fedavg, whole, 1)
     (update,) = {c.nbytes for c in whole.transcript.pending if c.sender == "a"}
-    assert sent[1, "a"] == sent[2, "a"] < update  # and none goes up
+    assert sent[1, "a"] == sent[2, "a"] < update  # clients send no head
 
 
 def test_a_client_of_fedper_that_was_absent_begins_with_the_first_head(tmp_path):
@@ -441,15 +442,15 @@ def test_a_client_of_fedper_that_was_absent_begins_with_the_first_head(tmp_path)
         assert set(before.begun) <= set(after.begun)
     assert states[1].begun in (("a",), ("b",))
     assert states[-1].begun == ("a", "b")
-    first = next(t for t, s in enumerate(states) if len(s.begun) == 2)  # the other's first round
+    first = next(t for t, s in enumerate(states) if len(s.begun) == 2)  # the first round of the second client
     (late,) = set(states[first].begun) - set(states[first - 1].begun)
     target, body = TWO[late][0], pair(states[first - 1].w)[0]
-    assert pair(states[first].w)[0] == pytest.approx(body + 0.25 * (target - body))  # from head 0
+    assert pair(states[first].w)[0] == pytest.approx(body + 0.25 * (target - body))  # its head starts at 0
 
 
 def test_a_round_of_fedrep(tmp_path):
-    # Head first, body still: .25 4 = 1, + .25 3 = 1.75 (and 2, 3.5 for 8); then the body: .25 2.25 and .25 4.5; a plain
-    # mean.
+    # First the head, with a fixed body: .25 4 = 1, then + .25 3 = 1.75 (2 and 3.5 at client b). Then the body: .25 2.25
+    # and .25 4.5, whose mean has equal weights.
     method = FedRep(local=QUARTER, head_epochs=2)
     fed = sums(method, TWO, tmp_path)
     state = run(method, fed, 1)[1]

@@ -11,14 +11,10 @@ from fedfm.api.predict import export, predict
 from fedfm.cli import main
 from fedfm.errors import InputError
 from fedfm.models.adapters import base_alone
+from small import jsonl
 from tiny_text import COMMON
 
 GOOD, BAD = ("swim river", "river water"), ("wing nest", "nest sky")
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def preferences(n=48):
@@ -51,8 +47,8 @@ def conversations(n=40):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tiny_text.save_all(tmp_path_factory.mktemp("models"))
-    write(path / "preferences.jsonl", preferences())
-    write(path / "talks.jsonl", conversations())
+    jsonl(path / "preferences.jsonl", preferences())
+    jsonl(path / "talks.jsonl", conversations())
     return path
 
 
@@ -75,12 +71,12 @@ def test_a_run_learns_which_answers_are_better(folder, tmp_path):
     assert lines[-1]["reward_margin"] == result["details"]["reward_margin"]
     assert result["details"]["local_reward_margin"] is not None
 
-    new = write(tmp_path / "new.jsonl", [{"prompt": row["prompt"]} for row in preferences()[:5]])
+    new = jsonl(tmp_path / "new.jsonl", [{"prompt": row["prompt"]} for row in preferences()[:5]])
     found = predict(tmp_path / "run", new)
     assert len(found["answers"]) == 5
     assert all(isinstance(answer, str) for answer in found["answers"])
     assert found["loss"] is None
-    assert found["answers"] == predict(tmp_path / "run", write(tmp_path / "all.jsonl", preferences()[:5]))["answers"]
+    assert found["answers"] == predict(tmp_path / "run", jsonl(tmp_path / "all.jsonl", preferences()[:5]))["answers"]
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").exists()
 
 
@@ -197,14 +193,14 @@ def test_conversations_from_run_to_prediction_and_export(folder, tmp_path, capsy
     ]
 
     asked = [{"messages": row["messages"][:-1]} for row in conversations()[:6]]
-    found = predict(tmp_path / "run", write(tmp_path / "new.jsonl", asked))
-    whole = predict(tmp_path / "run", write(tmp_path / "whole.jsonl", conversations()[:6]))
+    found = predict(tmp_path / "run", jsonl(tmp_path / "new.jsonl", asked))
+    whole = predict(tmp_path / "run", jsonl(tmp_path / "whole.jsonl", conversations()[:6]))
     pairs = [{"instruction": "the old bird"}]
     assert len(found["answers"]) == 6
     assert found["answers"] == whole["answers"]
     assert found["loss"] is None
     assert whole["loss"] > 0
-    assert len(predict(tmp_path / "run", write(tmp_path / "pairs.jsonl", pairs))["answers"]) == 1
+    assert len(predict(tmp_path / "run", jsonl(tmp_path / "pairs.jsonl", pairs))["answers"]) == 1
 
     export(tmp_path / "run", "hf", tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -213,7 +209,7 @@ def test_conversations_from_run_to_prediction_and_export(folder, tmp_path, capsy
 
     assert main(["run", str(toml(tmp_path, wanted)), "--out", str(tmp_path / "again")]) == 0
     assert cut[0] in capsys.readouterr().err
-    wrong = write(tmp_path / "wrong.jsonl", [{"messages": [{"role": "user"}]}])
+    wrong = jsonl(tmp_path / "wrong.jsonl", [{"messages": [{"role": "user"}]}])
     assert main(["predict", str(tmp_path / "run"), str(wrong)]) == 2
     assert "message 1 of column" in capsys.readouterr().err
 

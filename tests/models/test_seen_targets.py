@@ -78,6 +78,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("both", [True, False])
 def test_a_module_of_ones_own_is_said_to(both):
+    torch.manual_seed(0)  # with some weights the words that follow change too little to be noticed
     rows = [(x[:-1], x[1:]) for x in TEXTS]
     found = notices(Words(both), rows, loss=lambda out, y: cross_entropy(out.flatten(0, 1), y.flatten()))
     assert len(found) == both

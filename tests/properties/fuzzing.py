@@ -39,7 +39,7 @@ from fedfm.methods.fedpft.encoding import MAX_ROW, pack
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.summary import Summary, checker, mixtures_of
-from fedfm.methods.fedpft.topology import Handed, Passed
+from fedfm.methods.fedpft.topology import ForwardedSummary, PeerReply
 
 CLASSES, D = 3, 4
 
@@ -92,7 +92,7 @@ def kinds() -> dict[str, Kind]:
     noised = Noised(torch.ones(CLASSES), torch.randn(CLASSES, D, generator=generator), torch.zeros(CLASSES, 0), 0)
     scores = {"n": 12, "accuracy": 0.5, "loss": None, "confusion": [[1, 2], [3, 4]], "labels": list("abcdefghij")}
 
-    def passed(value: Passed) -> None:
+    def passed(value: PeerReply) -> None:
         usable(value.summary)
         head(value.head)
 
@@ -104,9 +104,9 @@ def kinds() -> dict[str, Kind]:
         "summary": Kind(plain, Summary, usable, _summary),
         "summary with bound": Kind(summary, Summary, bounded, _summary),
         "passed on": Kind(
-            Passed(plain, w, {"head_iterations": 3.0}), Passed, passed, lambda value: _summary(value.summary)
+            PeerReply(plain, w, {"head_iterations": 3.0}), PeerReply, passed, lambda value: _summary(value.summary)
         ),
-        "handed": Kind([Handed(["a", "b"], plain)], list[Handed]),
+        "handed": Kind([ForwardedSummary(["a", "b"], plain)], list[ForwardedSummary]),
         "noisy sums": Kind(noised, Noised, _noised),
         "scores": Kind(scores, dict[str, Any]),
         "counts": Kind({"errors": 3, "rows": 20}, dict[str, int]),

@@ -1,6 +1,5 @@
 """Runs side by side, in the terminal and on a page."""
 
-import json
 import re
 
 import pytest
@@ -10,23 +9,16 @@ from fedfm.reports import compare, html, read
 from reports import runs
 
 
-def change(run, **result):
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["result"] |= result
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    return run
-
-
 @pytest.fixture
 def pair(tmp_path):
-    first = change(
+    first = runs.changed(
         runs.make(tmp_path / "a"),
         accuracy=0.5,
         global_accuracy=0.5,
         local_accuracy=0.75,
         client_accuracy={"x": 0.5, "y": 1.0, "z": None},
     )
-    second = change(runs.make(tmp_path / "b"), method="fedpft", bytes_up=999, seconds=7000)
+    second = runs.changed(runs.make(tmp_path / "b"), method="fedpft", bytes_up=999, seconds=7000)
     return [first, second]
 
 
@@ -64,14 +56,14 @@ def test_the_table_by_hand(pair):
 
 
 def test_the_table_is_safe_for_a_terminal(tmp_path):
-    run = change(runs.make(tmp_path / "a"), method="\x1b[2Jgone\u202e")
+    run = runs.changed(runs.make(tmp_path / "a"), method="\x1b[2Jgone\u202e")
     assert not set(compare.table([run])) & {"\x1b", "\u202e"}
 
 
 @pytest.mark.parametrize("accuracy", [None, 0.31])
 def test_a_table_of_language_models_has_perplexity(tmp_path, accuracy):
     """Also where the next tokens are counted, as ``evaluate`` does."""
-    run = change(runs.make(tmp_path / "a"), accuracy=accuracy, perplexity=12.5)
+    run = runs.changed(runs.make(tmp_path / "a"), accuracy=accuracy, perplexity=12.5)
     head, _, row = compare.table([run]).splitlines()
     assert head.split()[:3] == ["run", "method", "perplexity"]
     assert row.split()[2] == "12.5"
@@ -79,7 +71,7 @@ def test_a_table_of_language_models_has_perplexity(tmp_path, accuracy):
 
 
 def test_a_table_of_language_models_has_the_clients_loss(tmp_path):
-    run = change(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5, local_loss=2.25)
+    run = runs.changed(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5, local_loss=2.25)
     head, _, row = compare.table([run]).splitlines()
     assert head.split()[2:5] == ["perplexity", "local", "loss"]
     assert row.split()[2:4] == ["12.5", "2.25"]

@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from task_places import jsonl as jsonl
+from small import jsonl as jsonl
 
 
 def load(task: str, path: Path, **keys: Any) -> Table:

@@ -24,6 +24,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.tasks import _pair_candidates, _pair_vectors
 from fedfm.tasks._encoders import Pooling
 from fedfm.tasks.embedding import Embedding
+from small import jsonl
 
 TASK = "embedding"
 WORDS = [*tiny_text.COMMON, *" ".join(tiny_text.WORDS.values()).split()]
@@ -40,11 +41,6 @@ def rows(n=48, seed=0, negative=False, distinct=True):
         if not distinct or all(row["anchor"] != other["anchor"] for other in made):
             made.append(row)
     return made
-
-
-def jsonl(path, made):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
-    return path
 
 
 def load(path, **keys):

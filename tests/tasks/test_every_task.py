@@ -35,7 +35,8 @@ from fedfm.runtime.evaluation import check_scores
 from fedfm.sites import silo_config
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
-from task_places import NAMES, Places, jsonl, rows, tables
+from small import jsonl
+from task_places import NAMES, Places, rows, tables
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
 

@@ -22,6 +22,7 @@ from fedfm.errors import InputError, MissingExtra
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.tasks import _recordings
+from small import jsonl
 
 TASK = "sequence_to_sequence"
 
@@ -30,7 +31,7 @@ TASK = "sequence_to_sequence"
 def place(tmp_path_factory):
     """A folder with recordings of tones in spoken.jsonl, and a Whisper that hears one second."""
     folder = tmp_path_factory.mktemp("recordings")
-    tiny.write(folder / "spoken.jsonl", tiny.recordings(folder, 24))
+    jsonl(folder / "spoken.jsonl", tiny.recordings(folder, 24))
     tiny.save_whisper(folder / "whisper")
     return folder
 
@@ -98,7 +99,7 @@ def test_features_that_exceed_memory_are_computed_by_batch(place, whisper, monke
 
 def test_csv_jsonl_and_the_hub_s_objects_are_the_same_rows(tmp_path):
     made = tiny.recordings(tmp_path, 4)
-    tables = [load(tiny.write(tmp_path / "rows.jsonl", made), test_fraction=0)]
+    tables = [load(jsonl(tmp_path / "rows.jsonl", made), test_fraction=0)]
     lines = ["audio,output", *(f"{of['audio']},{of['output']}" for of in made)]
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
     tables.append(load(tmp_path / "rows.csv", test_fraction=0))
@@ -119,7 +120,7 @@ def test_a_data_set_of_the_hub_keeps_its_files(tmp_path):
     stored = datasets.Dataset.from_dict({"audio": objects, "output": [of["output"] for of in made]})
     stored.cast_column("audio", datasets.Audio()).save_to_disk(tmp_path / "set")
     table = load_table(DataSpec(hub=str(tmp_path / "set"), test_fraction=0), seed=0)
-    assert fingerprint(table) == fingerprint(load(tiny.write(tmp_path / "rows.jsonl", made), test_fraction=0))
+    assert fingerprint(table) == fingerprint(load(jsonl(tmp_path / "rows.jsonl", made), test_fraction=0))
 
 
 def wrong_files(folder):
@@ -142,7 +143,7 @@ def test_wrong_recordings_are_refused_with_their_place(tmp_path):
     for what, (name, words) in wrong_files(tmp_path).items():
         rows = [row("good.wav"), {"audio": name, "output": "red"}]
         with pytest.raises(InputError, match=f"line 2: .*({words})") as refusal:
-            load(tiny.write(tmp_path / "rows.jsonl", rows))
+            load(jsonl(tmp_path / "rows.jsonl", rows))
         assert "\n" not in str(refusal.value), what
 
 
@@ -151,7 +152,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
 
     soundfile.write(tmp_path / "nan.wav", np.full(1600, np.nan, np.float32), 16_000, subtype="FLOAT")
     with pytest.raises(InputError, match=r"nan\.wav holds numbers that are not finite"):
-        load(tiny.write(tmp_path / "rows.jsonl", [row("nan.wav")] * 2), test_fraction=0)
+        load(jsonl(tmp_path / "rows.jsonl", [row("nan.wav")] * 2), test_fraction=0)
     with pytest.raises(InputError, match=r"nan\.wav holds numbers that are not finite"):  # a file may change later
         _recordings.sound(Attachment(str(tmp_path / "nan.wav")), 16_000, 30)
 
@@ -161,7 +162,7 @@ def test_what_is_cut_resampled_and_mixed_is_said(tmp_path, whisper):
     tiny.tone(tmp_path / "slow.wav", (300.0,), rate=8000)
     tiny.tone(tmp_path / "two.wav", (300.0,), channels=2, rate=44_100)
     rows = [row("long.wav"), row("slow.wav"), row("two.wav")]
-    table = load(tiny.write(tmp_path / "rows.jsonl", rows), test_fraction=0)
+    table = load(jsonl(tmp_path / "rows.jsonl", rows), test_fraction=0)
     found = "\n".join(whisper.task.forewarnings({"training": table}, whisper.tools))
     assert "recordings of 1 of 3 training rows are longer than the 1 s that the model reads" in found
     assert "of 3 recordings, 1 of 8000 Hz, 1 of 44100 Hz are resampled to 16000 Hz" in found
@@ -215,7 +216,7 @@ def test_a_whisper_learns_tones_and_an_export_gives_its_answers(place, tmp_path)
     result = run(made, tmp_path / "run")
     assert result["details"]["wer"] < 0.5
     assert result["accuracy"] > 0.5
-    asked = tiny.write(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(4)])
+    asked = jsonl(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(4)])
     found = predict(tmp_path / "run", asked)
     assert not found["cut"]
     export(tmp_path / "run", "hf", tmp_path / "hf")
@@ -234,7 +235,7 @@ def test_the_pipeline_of_transformers_gives_the_answers_of_a_whisper_of_language
     tiny.save_whisper(place / "languages", languages=True)
     made = tables(place, model__name=str(place / "languages"), model__source_language="german", model__answer_tokens=5)
     run(made, tmp_path / "run")
-    asked = tiny.write(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(4)])
+    asked = jsonl(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(4)])
     found = predict(tmp_path / "run", asked)
     export(tmp_path / "run", "hf", tmp_path / "hf")
     recognise = pipeline("automatic-speech-recognition", model=str(tmp_path / "hf"), device="cpu")
@@ -247,7 +248,7 @@ def test_an_adapter_of_a_whisper_loads_by_peft(place, tmp_path):
     from transformers import WhisperForConditionalGeneration
 
     run(tables(place), tmp_path / "run")
-    asked = tiny.write(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(3)])
+    asked = jsonl(place / "asked.jsonl", [{"audio": f"wav/{i}.wav"} for i in range(3)])
     found = predict(tmp_path / "run", asked)
     export(tmp_path / "run", "peft", tmp_path / "peft")
     base = WhisperForConditionalGeneration.from_pretrained(tmp_path / "peft" / "base")
@@ -273,7 +274,7 @@ def test_a_whisper_learns_words_that_espeak_speaks(place, tmp_path):
         subprocess.run(voice, check=True, capture_output=True)
         rows.append({"audio": file.name, "output": said})
     made = tables(place, method__rounds=10, model__adaptation={"name": "full"})
-    made["data"]["path"] = str(tiny.write(tmp_path / "rows.jsonl", rows))
+    made["data"]["path"] = str(jsonl(tmp_path / "rows.jsonl", rows))
     made["method"]["local"]["epochs"] = 2
     result = run(made, tmp_path / "run")
     assert result["details"]["wer"] < 0.5

@@ -10,7 +10,8 @@ from fedfm.data.spec import DataSpec
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
 from fedfm.tasks._row_survey import bin_names, into_bins, properties_of
-from task_places import NAMES, Places, jsonl, rows, tables
+from small import jsonl
+from task_places import NAMES, Places, rows, tables
 
 FEATURES = {"classification", "multi_label", "regression", "zero_shot", "instruction", "preference"}
 LENGTHS, SIDES = (10, 20, 30, 60), (8, 16, 32)

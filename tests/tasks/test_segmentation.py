@@ -280,7 +280,7 @@ def test_image_and_mask_are_turned_by_their_exif_data(few):
     table = load(few, test_fraction=0)
     assert _mask_files.size_of(table.inputs[1][0]) == (24, 32)
     with Image.open(few / "masks" / "001.png") as image:
-        image.save(few / "masks" / "001.png")  # without the data it lies on its side
+        image.save(few / "masks" / "001.png")  # without EXIF data, the mask is no longer turned
     with pytest.raises(InputError, match="turned by their EXIF orientation"):
         load(few, test_fraction=0)
 

@@ -22,6 +22,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.text_metrics import Answer
 from fedfm.tasks import _languages, _sequence_answers, _sequence_rows
+from small import jsonl
 
 TASK = "sequence_to_sequence"
 LANGUAGES = {"source_language": "en_XX", "target_language": "ro_RO"}
@@ -33,8 +34,8 @@ INPUTS = ("input_ids", "attention_mask", "input_features")
 def place(tmp_path_factory):
     """A folder with rows, recordings and, once asked for by ``model_of``, models."""
     folder = tmp_path_factory.mktemp("sequences")
-    tiny.write(folder / "texts.jsonl", tiny.texts())
-    tiny.write(folder / "spoken.jsonl", tiny.recordings(folder, 8))
+    jsonl(folder / "texts.jsonl", tiny.texts())
+    jsonl(folder / "spoken.jsonl", tiny.recordings(folder, 8))
     return folder
 
 
@@ -168,7 +169,7 @@ def test_a_text_has_room_for_its_end(model_of, tmp_path):
     notices = model.task.forewarnings({"training": table}, model.tools)
     assert any("inputs of 21 of 32 training rows have more than 3 tokens" in line for line in notices)
     assert not any("outputs" in line for line in notices)
-    long = tiny.write(tmp_path / "long.jsonl", [{"instruction": "say red", "output": "red red red"}])
+    long = jsonl(tmp_path / "long.jsonl", [{"instruction": "say red", "output": "red red red"}])
     found = model.task.forewarnings({"test": load(long)}, model.tools)
     assert any("outputs of 1 of 1 test rows have more than 3 tokens" in line for line in found)
 
@@ -259,7 +260,7 @@ WRONG = {
 def test_wrong_rows_are_refused_with_their_place(what, tmp_path):
     rows, words = WRONG[what]
     with pytest.raises(InputError, match=words) as refusal:
-        load(tiny.write(tmp_path / "rows.jsonl", rows))
+        load(jsonl(tmp_path / "rows.jsonl", rows))
     assert "\n" not in str(refusal.value)
 
 
@@ -379,7 +380,7 @@ def test_exports_give_the_run_s_answers(place, model_of, tmp_path):
     made["model"] |= {"target_language": "ro_RO", "answer_tokens": 5}
     made["method"] |= {"rounds": 2, "local": {"name": "adamw", "learning_rate": 0.02, "batch_size": 8}}
     run(made, tmp_path / "run")
-    asked = tiny.write(tmp_path / "asked.jsonl", [{"instruction": row["instruction"]} for row in tiny.texts(6)])
+    asked = jsonl(tmp_path / "asked.jsonl", [{"instruction": row["instruction"]} for row in tiny.texts(6)])
     found = predict(tmp_path / "run", asked)
     for to, auto in (("hf", AutoModelForSeq2SeqLM), ("peft", AutoPeftModelForSeq2SeqLM)):
         folder = tmp_path / to
@@ -400,12 +401,12 @@ def test_predictions_are_scored_where_outputs_are_known(place, model_of, tmp_pat
     model_of("t5")
     run(tables(place), tmp_path / "run")
     rows = [{"instruction": "say red", "output": "red"}, {"instruction": "say fish"}]
-    found = predict(tmp_path / "run", tiny.write(tmp_path / "asked.jsonl", rows))
+    found = predict(tmp_path / "run", jsonl(tmp_path / "asked.jsonl", rows))
     assert len(found["answers"]) == 2
     assert found["exact_match"] in (0.0, 1.0)
     assert found["wer"] == pytest.approx(edits(found["answers"][0].split(), ["red"]))
     assert found["loss"] is not None
-    bare = predict(tmp_path / "run", tiny.write(tmp_path / "bare.jsonl", rows[1:]))
+    bare = predict(tmp_path / "run", jsonl(tmp_path / "bare.jsonl", rows[1:]))
     assert bare["wer"] is bare["loss"] is None
 
 

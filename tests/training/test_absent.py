@@ -22,7 +22,7 @@ Y = torch.tensor([0, 2, 2])  # class 1 of three is absent
 
 
 class Linear:
-    """Logits x W^T of three classes, loss their cross-entropy."""
+    """A linear model of three classes: logits x W^T, with cross-entropy as the loss."""
 
     task, adaptation, softmax, classes = tasks.find("classification"), "full", True, ("a", "b", "c")
 
@@ -64,13 +64,16 @@ def trained(local, *, mu=0.0, correction=None, w=W):
 
 
 def gradient(w, fill):
-    """Of the mean cross-entropy with ``fill`` in the place of class 1's logit: p - y in every class but that one."""
+    """The gradient (3, 2) of the mean cross-entropy if ``fill`` replaces the logit of class 1.
+
+    It is p - y for every other class, and 0 for class 1.
+    """
     z = X.numpy().astype(np.float64) @ w.numpy().astype(np.float64).T
     z[:, 1] = fill
     p = np.exp(z - z.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
     error = p - np.eye(3)[Y.numpy()]
-    error[:, 1] = 0  # what took the logit's place does not depend on w
+    error[:, 1] = 0  # ``fill`` does not depend on w
     return torch.from_numpy(error.T @ X.numpy() / 3).float()
 
 
@@ -104,7 +107,7 @@ def test_exclude_is_a_model_without_those_classes():
 
 
 def test_a_vectorised_trainer_leaves_it_to_the_loop(tmp_path):
-    """A head on features of clients with two classes each: the absent classes' rows and biases stay where they were."""
+    """A head on features; each client has two classes. Weights and biases of the absent classes do not change."""
     local = {"learning_rate": 0.2, "absent": "zero", "epochs": 2}
     partition = {"name": "by_class", "classes_per_client": 2, "clients": 4}
     tables = experiment(tmp_path, data={"partition": partition}, method={"rounds": 1, "fraction": 0.2, "local": local})

@@ -40,6 +40,9 @@ class Family:
     whole: bool = False
 
 
+_ENDS = {"bos_token_id": 4, "eos_token_id": 5}
+
+
 def _text(**sizes: Any) -> dict[str, Any]:
     usual = {
         "vocab_size": VOCABULARY,
@@ -81,6 +84,19 @@ _DEEPSEEK = {
 }
 _T5 = {"d_model": 64, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 _T5 |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 5, "decoder_start_token_id": 0}
+_PLACES = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+_XLM = {**_PLACES, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "pad_index": 0}
+_MAMBA = {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+_PYRAMID = {"image_size": 64, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}
+_HEADS = {"num_attention_heads": [1, 2, 2, 4]}
+_SWIN = {"image_size": SIDE, "patch_size": 2, "embed_dim": 8, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 2]}
+_SWIN |= {"window_size": 2}
+_QWEN = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8}
+_PLACEHOLDERS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 
 
 def _encoder(config: str, auto: str = "MaskedLM", **sizes: Any) -> Family:
@@ -89,6 +105,12 @@ def _encoder(config: str, auto: str = "MaskedLM", **sizes: Any) -> Family:
 
 def _decoder(config: str, **sizes: Any) -> Family:
     return Family(DECODER, config, _causal() | sizes, "CausalLM")
+
+
+def _gpt(config: str, **sizes: Any) -> Family:
+    """A decoder in GPT-2's names."""
+    usual = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return Family(DECODER, config, usual | sizes, "CausalLM")
 
 
 def _pictures(config: str, auto: str = "ImageClassification", /, **sizes: Any) -> Family:
@@ -120,45 +142,21 @@ FAMILIES: dict[str, Family] = {
     "distilbert": Family(
         ENCODER,
         "DistilBertConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "hidden_dim": 64,
-            "max_position_embeddings": 64,
-        },
+        {**_PLACES, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
         "MaskedLM",
     ),
     "electra": _encoder("ElectraConfig", embedding_size=16),
     "ernie": _encoder("ErnieConfig"),
     "esm": _encoder("EsmConfig", mask_token_id=1, position_embedding_type="rotary"),
     "eurobert": Family(ENCODER, "EuroBertConfig", _causal(mask_token_id=1), "MaskedLM"),
-    "flaubert": Family(
-        ENCODER,
-        "FlaubertConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "emb_dim": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_position_embeddings": 64,
-            "pad_index": 0,
-        },
-        "MaskedLM",
-    ),
+    "flaubert": Family(ENCODER, "FlaubertConfig", _XLM, "MaskedLM"),
     "fnet": _encoder("FNetConfig"),
     "funnel": Family(
         ENCODER,
         "FunnelConfig",
         {
-            "vocab_size": VOCABULARY,
-            "block_sizes": [1, 1],
-            "num_decoder_layers": 1,
-            "d_model": 64,
-            "n_head": 4,
-            "d_head": 8,
-            "d_inner": 64,
+            **{"vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1},
+            **{"d_model": 64, "n_head": 4, "d_head": 8, "d_inner": 64},
         },
         "MaskedLM",
     ),
@@ -181,34 +179,13 @@ FAMILIES: dict[str, Family] = {
     "roberta-prelayernorm": _encoder("RobertaPreLayerNormConfig"),
     "roformer": _encoder("RoFormerConfig", embedding_size=64),
     "squeezebert": _encoder("SqueezeBertConfig", embedding_size=64),
-    "xlm": Family(
-        ENCODER,
-        "XLMConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "emb_dim": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_position_embeddings": 64,
-            "pad_index": 0,
-        },
-        "MaskedLM",
-    ),
+    "xlm": Family(ENCODER, "XLMConfig", _XLM, "MaskedLM"),
     "xlm-roberta": _encoder("XLMRobertaConfig"),
     "xlm-roberta-xl": _encoder("XLMRobertaXLConfig"),
     "xlnet": Family(
         ENCODER,
         "XLNetConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "d_inner": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 4,
-            "eos_token_id": 5,
-        },
+        {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64, "pad_token_id": 0, **_ENDS},
         "CausalLM",
     ),
     "xmod": _encoder("XmodConfig", languages=["en_XX"], default_language="en_XX"),
@@ -220,48 +197,13 @@ FAMILIES: dict[str, Family] = {
     "bloom": Family(
         DECODER,
         "BloomConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "pad_token_id": 0,
-            "bos_token_id": 4,
-            "eos_token_id": 5,
-        },
+        {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0, **_ENDS},
         "CausalLM",
     ),
-    "codegen": Family(
-        DECODER,
-        "CodeGenConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "rotary_dim": 4,
-            "bos_token_id": 4,
-            "eos_token_id": 5,
-        },
-        "CausalLM",
-    ),
+    "codegen": _gpt("CodeGenConfig", rotary_dim=4, **_ENDS),
     "cohere": _decoder("CohereConfig"),
     "cohere2": _decoder("Cohere2Config", sliding_window=16),
-    "ctrl": Family(
-        DECODER,
-        "CTRLConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "dff": 64,
-            "pad_token_id": 0,
-        },
-        "CausalLM",
-    ),
+    "ctrl": _gpt("CTRLConfig", dff=64, pad_token_id=0),
     "deepseek_v2": _decoder("DeepseekV2Config", **_DEEPSEEK, topk_method="greedy"),
     "deepseek_v3": _decoder("DeepseekV3Config", **_DEEPSEEK),
     "diffllama": _decoder("DiffLlamaConfig"),
@@ -278,23 +220,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "exaone4": _decoder("Exaone4Config", sliding_window=16),
     "falcon": Family(
-        DECODER,
-        "FalconConfig",
-        _text(new_decoder_architecture=True, num_kv_heads=2, bos_token_id=4, eos_token_id=5),
-        "CausalLM",
+        DECODER, "FalconConfig", _text(new_decoder_architecture=True, num_kv_heads=2, **_ENDS), "CausalLM"
     ),
-    "falcon_h1": _decoder(
-        "FalconH1Config",
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        mamba_chunk_size=8,
-    ),
-    "falcon_mamba": Family(
-        DECODER, "FalconMambaConfig", _text(state_size=8, bos_token_id=4, eos_token_id=5), "CausalLM"
-    ),
+    "falcon_h1": _decoder("FalconH1Config", **_MAMBA, mamba_d_ssm=64, mamba_n_heads=4),
+    "falcon_mamba": Family(DECODER, "FalconMambaConfig", _text(state_size=8, **_ENDS), "CausalLM"),
     "flex_olmo": _decoder("FlexOlmoConfig", num_experts=4, num_experts_per_tok=2),
     "gemma": _decoder("GemmaConfig"),
     "gemma2": _decoder("Gemma2Config", query_pre_attn_scalar=16, sliding_window=16),
@@ -302,73 +231,29 @@ FAMILIES: dict[str, Family] = {
     "glm": _decoder("GlmConfig"),
     "glm4": _decoder("Glm4Config"),
     "glm4_moe": _decoder("Glm4MoeConfig", **_DEEPSEEK | {"head_dim": 16}),
-    "gpt2": Family(
-        DECODER,
-        "GPT2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "bos_token_id": 4,
-            "eos_token_id": 5,
-        },
-        "CausalLM",
-    ),
-    "gpt_bigcode": Family(
-        DECODER,
-        "GPTBigCodeConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "bos_token_id": 4,
-            "eos_token_id": 5,
-        },
-        "CausalLM",
-    ),
+    "gpt2": _gpt("GPT2Config", **_ENDS),
+    "gpt_bigcode": _gpt("GPTBigCodeConfig", **_ENDS),
     "gpt_neo": Family(
         DECODER,
         "GPTNeoConfig",
         {
-            **{"vocab_size": VOCABULARY, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 64},
-            **{"attention_types": [[["global", "local"], 1]], "window_size": 16, "max_position_embeddings": 64},
-            **{"bos_token_id": 4, "eos_token_id": 5},
+            **{**_PLACES, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 64},
+            **{"attention_types": [[["global", "local"], 1]], "window_size": 16, **_ENDS},
         },
         "CausalLM",
     ),
     "gpt_neox": _decoder("GPTNeoXConfig"),
     "gpt_oss": _decoder("GptOssConfig", **_LOCAL_EXPERTS, sliding_window=16),
-    "gptj": Family(
-        DECODER,
-        "GPTJConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 64,
-            "rotary_dim": 4,
-            "bos_token_id": 4,
-            "eos_token_id": 5,
-        },
-        "CausalLM",
-    ),
+    "gptj": _gpt("GPTJConfig", rotary_dim=4, **_ENDS),
     "granite": _decoder("GraniteConfig"),
     "granitemoe": _decoder("GraniteMoeConfig", **_LOCAL_EXPERTS),
     "granitemoehybrid": _decoder(
         "GraniteMoeHybridConfig",
         **_LOCAL_EXPERTS,
+        **_MAMBA,
         layer_types=["mamba", "attention"],
         shared_intermediate_size=64,
         mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        mamba_chunk_size=8,
     ),
     "helium": _decoder("HeliumConfig"),
     "hunyuan_v1_dense": _decoder("HunYuanDenseV1Config"),
@@ -395,11 +280,11 @@ FAMILIES: dict[str, Family] = {
         intermediate_size_mlp=64,
         attention_chunk_size=64,
     ),
-    "mamba": Family(DECODER, "MambaConfig", _text(state_size=8, bos_token_id=4, eos_token_id=5), "CausalLM"),
+    "mamba": Family(DECODER, "MambaConfig", _text(state_size=8, **_ENDS), "CausalLM"),
     "mamba2": Family(
         DECODER,
         "Mamba2Config",
-        _text(state_size=8, num_heads=8, head_dim=16, n_groups=1, chunk_size=8, bos_token_id=4, eos_token_id=5),
+        _text(state_size=8, num_heads=8, head_dim=16, n_groups=1, chunk_size=8, **_ENDS),
         "CausalLM",
     ),
     "minimax": _decoder(
@@ -413,13 +298,8 @@ FAMILIES: dict[str, Family] = {
         DECODER,
         "MptConfig",
         {
-            "vocab_size": VOCABULARY,
-            "d_model": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "expansion_ratio": 2,
-            "max_seq_len": 64,
-            "pad_token_id": 0,
+            **{"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 4},
+            **{"expansion_ratio": 2, "max_seq_len": 64, "pad_token_id": 0},
         },
         "CausalLM",
     ),
@@ -428,12 +308,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _decoder("Olmo2Config"),
     "olmo3": _decoder("Olmo3Config", sliding_window=16),
     "olmoe": _decoder("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
-    "openai-gpt": Family(
-        DECODER,
-        "OpenAIGPTConfig",
-        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        "CausalLM",
-    ),
+    "openai-gpt": _gpt("OpenAIGPTConfig"),
     "opt": _decoder("OPTConfig", ffn_dim=64, word_embed_proj_dim=64),
     "persimmon": _decoder("PersimmonConfig"),
     "phi": _decoder("PhiConfig"),
@@ -443,24 +318,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _decoder("Qwen2MoeConfig", **_EXPERTS, shared_expert_intermediate_size=64),
     "qwen3": _decoder("Qwen3Config"),
     "qwen3_moe": _decoder("Qwen3MoeConfig", **_EXPERTS),
-    "qwen3_next": _decoder(
-        "Qwen3NextConfig",
-        **_EXPERTS,
-        shared_expert_intermediate_size=64,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
-    "qwen3_5_text": _decoder(
-        "Qwen3_5TextConfig",
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
+    "qwen3_next": _decoder("Qwen3NextConfig", **_EXPERTS, **_LINEAR, shared_expert_intermediate_size=64),
+    "qwen3_5_text": _decoder("Qwen3_5TextConfig", **_LINEAR),
     "recurrent_gemma": _decoder("RecurrentGemmaConfig", lru_width=64, attention_window_size=16, num_hidden_layers=3),
     "rwkv": Family(
         DECODER,
@@ -476,10 +335,7 @@ FAMILIES: dict[str, Family] = {
     "xglm": Family(
         DECODER,
         "XGLMConfig",
-        {
-            **{"vocab_size": VOCABULARY, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
-            **{"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 4, "eos_token_id": 5},
-        },
+        {**_PLACES, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "pad_token_id": 0, **_ENDS},
         "CausalLM",
     ),
     "zamba2": _decoder(
@@ -531,8 +387,8 @@ FAMILIES: dict[str, Family] = {
     "beit": _pictures("BeitConfig", **_vision()),
     "bit": _pictures("BitConfig", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 2], num_groups=4),
     "clip (pictures)": _pictures("CLIPVisionConfig", "", **_vision()),
-    "convnext": _pictures("ConvNextConfig", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=SIDE),
-    "convnextv2": _pictures("ConvNextV2Config", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=SIDE),
+    "convnext": _pictures("ConvNextConfig", **_PYRAMID | {"image_size": SIDE}),
+    "convnextv2": _pictures("ConvNextV2Config", **_PYRAMID | {"image_size": SIDE}),
     "data2vec-vision": _pictures("Data2VecVisionConfig", **_vision()),
     "deit": _pictures("DeiTConfig", **_vision()),
     "dinov2": _pictures("Dinov2Config", **_vision(mlp_ratio=2)),
@@ -556,55 +412,18 @@ FAMILIES: dict[str, Family] = {
     "mobilenet_v1": _pictures("MobileNetV1Config", image_size=SIDE, depth_multiplier=0.25, min_depth=8),
     "mobilenet_v2": _pictures("MobileNetV2Config", image_size=SIDE, depth_multiplier=0.25, min_depth=8),
     "mobilevitv2": _pictures("MobileViTV2Config", image_size=64, width_multiplier=0.25),
-    "poolformer": _pictures("PoolFormerConfig", image_size=64, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
-    "pvt": _pictures(
-        "PvtConfig",
-        image_size=64,
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1, 1, 2, 1],
-        num_attention_heads=[1, 2, 2, 4],
-        sequence_reduction_ratios=[4, 2, 1, 1],
-    ),
-    "pvt_v2": _pictures(
-        "PvtV2Config",
-        image_size=64,
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1, 1, 2, 1],
-        num_attention_heads=[1, 2, 2, 4],
-        sr_ratios=[4, 2, 1, 1],
-    ),
+    "poolformer": _pictures("PoolFormerConfig", **_PYRAMID),
+    "pvt": _pictures("PvtConfig", **_PYRAMID, **_HEADS, sequence_reduction_ratios=[4, 2, 1, 1]),
+    "pvt_v2": _pictures("PvtV2Config", **_PYRAMID, **_HEADS, sr_ratios=[4, 2, 1, 1]),
     "regnet": _pictures(
         "RegNetConfig", embedding_size=8, hidden_sizes=[32, 48, 64, 96], depths=[1, 1, 2, 1], groups_width=16
     ),
     "resnet": _pictures("ResNetConfig", embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
-    "segformer": _pictures(
-        "SegformerConfig",
-        image_size=64,
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1, 1, 2, 1],
-        num_attention_heads=[1, 2, 2, 4],
-        sr_ratios=[4, 2, 1, 1],
-    ),
+    "segformer": _pictures("SegformerConfig", **_PYRAMID, **_HEADS, sr_ratios=[4, 2, 1, 1]),
     "siglip (pictures)": _pictures("SiglipVisionConfig", "", **_vision()),
     "swiftformer": _pictures("SwiftFormerConfig", image_size=64, embed_dims=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
-    "swin": _pictures(
-        "SwinConfig",
-        image_size=SIDE,
-        patch_size=2,
-        embed_dim=8,
-        depths=[1, 1, 2, 1],
-        num_heads=[1, 2, 2, 2],
-        window_size=2,
-    ),
-    "swinv2": _pictures(
-        "Swinv2Config",
-        image_size=SIDE,
-        patch_size=2,
-        embed_dim=8,
-        depths=[1, 1, 2, 1],
-        num_heads=[1, 2, 2, 2],
-        window_size=2,
-    ),
+    "swin": _pictures("SwinConfig", **_SWIN),
+    "swinv2": _pictures("Swinv2Config", **_SWIN),
     "textnet": _pictures("TextNetConfig", image_size=[64, 64], hidden_sizes=[8, 8, 16, 24, 32], stem_out_channels=8),
     "vit": _pictures("ViTConfig", **_vision()),
     "vit_mae": _pictures("ViTMAEConfig", "", **_vision()),
@@ -612,18 +431,9 @@ FAMILIES: dict[str, Family] = {
     # pairs of encoders
     "altclip": _pair("AltCLIPConfig", _text(max_position_embeddings=66, project_dim=64), _vision(), projection_dim=64),
     "chinese_clip": _pair("ChineseCLIPConfig", _text(max_position_embeddings=64), _vision(), projection_dim=64),
-    "clip": _pair(
-        "CLIPConfig", _text(max_position_embeddings=64, bos_token_id=4, eos_token_id=5), _vision(), projection_dim=64
-    ),
-    "metaclip_2": _pair(
-        "MetaClip2Config",
-        _text(max_position_embeddings=64, bos_token_id=4, eos_token_id=5),
-        _vision(),
-        projection_dim=64,
-    ),
-    "siglip": _pair(
-        "SiglipConfig", _text(max_position_embeddings=64, bos_token_id=4, eos_token_id=5), _vision(), whole=True
-    ),
+    "clip": _pair("CLIPConfig", _text(max_position_embeddings=64, **_ENDS), _vision(), projection_dim=64),
+    "metaclip_2": _pair("MetaClip2Config", _text(max_position_embeddings=64, **_ENDS), _vision(), projection_dim=64),
+    "siglip": _pair("SiglipConfig", _text(max_position_embeddings=64, **_ENDS), _vision(), whole=True),
     # language models that see, asked in text
     "gemma3": _sees(
         "Gemma3Config",
@@ -655,63 +465,21 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": _sees(
         "Qwen2_5_VLConfig",
         _causal(rope_scaling={"type": "default", "mrope_section": [2, 2, 4]}),
-        {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 4,
-            "out_hidden_size": 64,
-            "patch_size": 8,
-            "fullatt_block_indexes": [1],
-        },
-        image_token_id=60,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
+        _QWEN | {"fullatt_block_indexes": [1]},
+        **_PLACEHOLDERS,
     ),
     "qwen2_vl": _sees(
         "Qwen2VLConfig",
         _causal(rope_scaling={"type": "default", "mrope_section": [2, 2, 4]}),
         {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 8},
-        image_token_id=60,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
+        **_PLACEHOLDERS,
     ),
-    "qwen3_5": _sees(
-        "Qwen3_5Config",
-        _causal(
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
-        {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 4,
-            "out_hidden_size": 64,
-            "patch_size": 8,
-            "num_position_embeddings": 16,
-        },
-        image_token_id=60,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
-    ),
+    "qwen3_5": _sees("Qwen3_5Config", _causal(**_LINEAR), _QWEN | {"num_position_embeddings": 16}, **_PLACEHOLDERS),
     "qwen3_vl": _sees(
         "Qwen3VLConfig",
         _causal(rope_scaling={"rope_type": "default", "mrope_section": [2, 2, 4]}),
-        {
-            **{"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64},
-            **{"patch_size": 8, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        },
-        image_token_id=60,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
+        _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **_PLACEHOLDERS,
     ),
     "smolvlm": _sees("SmolVLMConfig", _causal(), _vision(), image_token_id=60, scale_factor=2),
 }

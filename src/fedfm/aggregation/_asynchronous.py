@@ -33,7 +33,7 @@ Check = Callable[[ClientId, Update], None]
 
 # Keys in the server's memory. Their values are: for each client [end of its training, round in which it began]; for
 # each round the payload that was sent; the simulated times of asynchronous and of synchronous rounds so far.
-_UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
+_IN_FLIGHT, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Buffered(Transport):
 
     def _arriving(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
         """The first K clients that answer: for each, the round in which it began, and its update."""
-        idle = [client for client in fed.clients if client not in fed.underway]
+        idle = [client for client in fed.clients if client not in fed.in_flight]
         first = fed.exchange(
             "train", handler, idle, payload, self.wire_type, form=self.form, check=check, first=self.buffer
         )
@@ -99,7 +99,7 @@ class Buffered(Transport):
         If a client fails, the next one takes its place, as in a deployment. The run's seed determines clock and order.
         """
         clock, synchronous = fed.memory.get(_CLOCKS, [0.0, 0.0])
-        simulated = dict(fed.memory.get(_UNDERWAY, {}))
+        simulated = dict(fed.memory.get(_IN_FLIGHT, {}))
         sent = {**fed.memory.get(_SENT, {}), str(fed.round): dict(payload)}
         took = {client: self.duration(fed.seed, client, fed.round) for client in fed.clients}
         for client in fed.clients:
@@ -130,7 +130,7 @@ class Buffered(Transport):
         fed.suffice(len(cohort), self.buffer, f"train.{action(handler)}", before)
         needed = {str(t) for _, t in simulated.values()}
         clocks = [clock, synchronous + max(took.values())]
-        fed.memory[_UNDERWAY], fed.memory[_CLOCKS] = simulated, clocks
+        fed.memory[_IN_FLIGHT], fed.memory[_CLOCKS] = simulated, clocks
         fed.memory[_SENT] = {t: value for t, value in sent.items() if t in needed}
         fed.metrics |= dict(zip(self.figures, clocks, strict=False))
 

@@ -42,6 +42,17 @@ class Command(NamedTuple):
     json: bool = False
 
 
+def set_argument(parser: ArgumentParser, text: str = "change a key of the experiment") -> None:
+    """Add ``--set``, which may be given several times."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def engine_argument(parser: ArgumentParser) -> None:
+    """Add ``--engine``."""
+    engines = ("local", "simulation", "deployment", "folder")
+    parser.add_argument("--engine", choices=engines, help="engine to use instead of run.engine")
+
+
 def training_arguments(parser: ArgumentParser, table: str) -> None:
     """Add the arguments of a command that trains a model into a folder.
 
@@ -49,7 +60,7 @@ def training_arguments(parser: ArgumentParser, table: str) -> None:
     """
     parser.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{table}]")
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
+    set_argument(parser, "change a key of the file")
 
 
 def commands() -> Iterator[Command]:

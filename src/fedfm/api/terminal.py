@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from fedfm.core.text import to_json, visible_lines
@@ -37,13 +38,20 @@ def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) 
     return 0
 
 
-def continuing(args: Namespace, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a training that writes a model folder, and return its result; if it stops, print how to continue."""
+@contextmanager
+def hint_on_stop(hint: Callable[[], str | None]) -> Iterator[None]:
+    """Context manager: if what runs in it stops, print how to continue, unless ``hint`` returns None."""
     try:
-        return call()
+        yield
     except InputError:
         raise
     except (KeyboardInterrupt, Exception):
-        if (args.out / about).exists():
-            print("fedfm: finished epochs are kept; the same command continues", file=sys.stderr)
+        if (text := hint()) is not None:
+            tell(f"fedfm: {text}", sys.stderr)
         raise
+
+
+def hint_for_epochs(args: Namespace, about: str) -> str | None:
+    """How to continue a training that writes a model folder, once the folder has the file ``about``."""
+    kept = (args.out / about).exists()
+    return "finished epochs are kept; the same command continues" if kept else None

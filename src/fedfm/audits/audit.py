@@ -20,6 +20,7 @@ from fedfm.audits.replay import Replay, Watch, check_unchanged, open_finished, p
 from fedfm.audits.steps import Step, TimeUpError, command, deadline, steps, until
 from fedfm.config.registry import available
 from fedfm.core import storage
+from fedfm.core.durations import duration_text
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError, close, quote_names
 from fedfm.runtime.partitioned import Partitioned
@@ -260,16 +261,6 @@ def _keep(run: Run, found: Sequence[Finding]) -> None:
         storage.write_atomic(run.path / findings_file.FILE, text.encode() + b"\n", 0o600)
         run.manifest["audits"] = [{key: f.get(key) for key in VERDICT} for f in everything]
         run.write_manifest()
-
-
-def duration_text(seconds: float) -> str:
-    """An estimated duration in words.
-
-    Example:
-        >>> duration_text(0.4), duration_text(47.0), duration_text(400.0)
-        ('1 s', '47 s', '7 min')
-    """
-    return f"{max(round(seconds), 1)} s" if seconds < 100 else f"{round(seconds / 60)} min"
 
 
 def earlier(path: Path, of: str | None = None) -> list[dict[str, Any]]:

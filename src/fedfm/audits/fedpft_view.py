@@ -14,7 +14,7 @@ from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId, Update
 from fedfm.methods.fedpft import noisy_moments
-from fedfm.methods.fedpft.fedpft import FedPFT, Noised, Passed
+from fedfm.methods.fedpft.fedpft import FedPFT, Noised, PeerReply
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.summary import Summary, gaussian, mixtures_of
@@ -125,7 +125,7 @@ class View:
     def _cells(self, client: ClientId, value: Any) -> list[SentClass]:
         own = self.federated.clients[client].train
         of = {c: own[self.labels[own] == c] for c in range(len(self.classes))}
-        if isinstance(value, Passed):
+        if isinstance(value, PeerReply):
             value = value.summary
         if isinstance(value, Summary):
             return [self._sent_class(client, c, n, g, of[c]) for c, n, g in mixtures_of([value])]

@@ -57,7 +57,7 @@ class ModelMembership(FinalModelAudit):
             population = replay.fresh()
             cells, how = attack(run, population, final_models(run, population), notice)
         if not cells:
-            why = "No client that trained has training rows, test rows to compare with, and a stored model."
+            why = "No client has all that is compared: training rows, test rows and a stored model."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
         seed, of = run.experiment.run.seed, unit(population)
         purpose = ("audit", "model membership")

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from fedfm.api.command_registry import action
-from fedfm.api.terminal import continuing, say, tell
+from fedfm.api.terminal import hint_for_epochs, hint_on_stop, say, tell
 from fedfm.cli.imports import quick_imports
 from fedfm.cli.running import tell_missing, watch
 from fedfm.core.text import to_json, visible
@@ -22,7 +22,8 @@ def pretrain(args: Namespace) -> int:
     from fedfm.runtime.step_bars import Epochs
 
     what = Pretraining.load(args.experiment, parse_overrides(args.set))
-    result = continuing(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
+    with hint_on_stop(lambda: hint_for_epochs(args, ABOUT)):
+        result = pretrain(what, args.out, watcher=Epochs())
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
     return say(args, result, f"{result['folder']}: {', '.join(figures)}")
@@ -31,10 +32,11 @@ def pretrain(args: Namespace) -> int:
 def audit(args: Namespace) -> int:
     """Run ``fedfm audit``; return the exit code."""
     with quick_imports():
-        from fedfm.audits.audit import Audited, choose, duration_text, perform_within
+        from fedfm.audits.audit import Audited, choose, perform_within
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
+    from fedfm.core.durations import duration_text
     from fedfm.reports import dossier, renewal
     from fedfm.runtime.run_directory import Run
     from fedfm.runtime.step_bars import Attacks

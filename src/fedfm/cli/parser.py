@@ -10,7 +10,7 @@ from typing import Any
 
 from fedfm import __version__
 from fedfm.api.command_registry import commands as wing_commands
-from fedfm.api.command_registry import training_arguments
+from fedfm.api.command_registry import engine_argument, set_argument, training_arguments
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,14 +80,8 @@ def build(first: str = "") -> argparse.ArgumentParser:
                 "--format", choices=("text", "json"), default="text", help="json: last line of stdout is one object"
             )
         if overrides:
-            sub.add_argument(
-                "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment"
-            )
-            sub.add_argument(
-                "--engine",
-                choices=("local", "simulation", "deployment", "folder"),
-                help="engine to use instead of run.engine",
-            )
+            set_argument(sub)
+            engine_argument(sub)
         if run:
             sub.add_argument("run", type=Path, help="the run's directory")
         return sub
@@ -114,12 +108,8 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="continue without secrets, memories or checkpoints that are damaged or missing; the run records the loss",
     )
     resume.add_argument("--rounds", type=int, help="continue to this number of rounds, also with a finished run")
-    resume.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="new place of a file or party, such as run.folder, run.superlink or data.path, or a new run.timeout",
+    set_argument(
+        resume, "new place of a file or party, such as run.folder, run.superlink or data.path, or a new run.timeout"
     )
 
     audit = command(

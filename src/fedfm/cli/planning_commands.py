@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.api.command_registry import Command
-from fedfm.api.terminal import say
+from fedfm.api.command_registry import Command, engine_argument, set_argument
+from fedfm.api.terminal import hint_on_stop, say
 from fedfm.cli.imports import quick_imports
 from fedfm.core.text import visible
 
@@ -97,9 +97,7 @@ def _wrap(text: str, indent: int = 0) -> list[str]:
 def _advise_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("experiment", type=Path, help="TOML file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write each option there as an experiment, NAME.toml")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment"
-    )
+    set_argument(parser)
     parser.add_argument("--epsilon", type=float, help="of the options with noise [the experiment's, else 8]")
     parser.add_argument("--delta", type=float, help="of the options with noise [the experiment's, else 1e-5]")
     parser.add_argument(
@@ -114,7 +112,7 @@ def survey(args: Namespace) -> int:
     """Run ``fedfm survey``; return the exit code."""
     with quick_imports():
         from fedfm.api.survey import survey
-        from fedfm.cli.running import hint_on_stop, watch
+        from fedfm.cli.running import hint_for_rounds, watch
         from fedfm.core.overrides import parse_overrides, refuse_doubles
         from fedfm.reports.survey import text
         from fedfm.reports.text import NBSP
@@ -125,23 +123,16 @@ def survey(args: Namespace) -> int:
         changes["run.engine"] = args.engine
     asked = {"epsilon": args.epsilon, "delta": args.delta, "reference": args.reference}
     progress = watch()
-    result = hint_on_stop(
-        lambda: survey(args.experiment, args.out, changes=changes, progress=progress, **asked), progress
-    )
+    with hint_on_stop(lambda: hint_for_rounds(progress)):
+        result = survey(args.experiment, args.out, changes=changes, progress=progress, **asked)
     return say(args, result, lambda: f"{text(result)}\n\n{Path(result['run']) / 'survey.json'}".replace(NBSP, " "))
 
 
 def _survey_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("experiment", type=Path, help="TOML file; its [method] is replaced")
     parser.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as method.min_count"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("local", "simulation", "deployment", "folder"),
-        help="engine to use instead of run.engine",
-    )
+    set_argument(parser, "change a key, such as method.min_count")
+    engine_argument(parser)
     parser.add_argument("--epsilon", type=float, help="noise for single rows [that of [privacy], else none]")
     parser.add_argument("--delta", type=float, help="delta of the noise [that of [privacy], else 1e-5]")
     parser.add_argument(

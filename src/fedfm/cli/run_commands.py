@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from fedfm.api.terminal import say
+from fedfm.api.terminal import hint_on_stop, say
 from fedfm.cli.imports import quick_imports
-from fedfm.cli.running import experiment_of, hint_on_stop, run_once, summary, tell_missing, watch
+from fedfm.cli.running import experiment_of, hint_for_rounds, run_once, summary, tell_missing, watch
 
 
 def run(args: Namespace) -> int:
@@ -30,6 +30,7 @@ def resume(args: Namespace) -> int:
     progress = watch()
     changes = parse_overrides(args.set)
     how = {"accept_loss": args.accept_loss, "rounds": args.rounds, "changes": changes}
-    result = hint_on_stop(lambda: execute.resume(args.run, progress=progress, **how), progress)
+    with hint_on_stop(lambda: hint_for_rounds(progress)):
+        result = execute.resume(args.run, progress=progress, **how)
     tell_missing(Path(result["run"]))
     return say(args, result, lambda: summary(result))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.api.terminal import say, tell
+from fedfm.api.terminal import hint_on_stop, say, tell
 from fedfm.cli.imports import quick_imports
 from fedfm.core.text import visible
-from fedfm.errors import InputError
 
 if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
@@ -39,20 +37,16 @@ def run_once(args: Namespace, experiment: Experiment, progress: Bar) -> int:
     """Run one experiment and print its result."""
     from fedfm.api import execute
 
-    result = hint_on_stop(lambda: execute.run(experiment, args.out, progress=progress), progress)
+    with hint_on_stop(lambda: hint_for_rounds(progress)):
+        result = execute.run(experiment, args.out, progress=progress)
     return say(args, result, lambda: summary(result))
 
 
-def hint_on_stop(call: Callable[[], dict[str, Any]], progress: Bar) -> dict[str, Any]:
-    """Run an experiment; if it stops, print how to continue."""
-    try:
-        return call()
-    except InputError:
-        raise
-    except (KeyboardInterrupt, Exception):
-        if progress.path is not None:
-            tell(f"fedfm: committed rounds are kept; continue with: fedfm resume {progress.path}", sys.stderr)
-        raise
+def hint_for_rounds(progress: Bar) -> str | None:
+    """How to continue a run that has begun."""
+    if progress.path is None:
+        return None
+    return f"committed rounds are kept; continue with: fedfm resume {progress.path}"
 
 
 def watch() -> Bar:

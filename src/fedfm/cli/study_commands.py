@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from fedfm.api.terminal import say, tell
+from fedfm.api.terminal import hint_on_stop, say
 from fedfm.cli.running import run_once, watch
 from fedfm.errors import InputError
 
 if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
     from fedfm.runtime.progress_bar import Bar
-
-T = TypeVar("T")
 
 
 def run_study(args: Namespace, experiment: Experiment, progress: Bar) -> int:
@@ -24,17 +21,20 @@ def run_study(args: Namespace, experiment: Experiment, progress: Bar) -> int:
 
     if args.tune is not None:
         rates = _numbers("--tune", args.tune, float)
-        experiment = _study(args, lambda: studies.tune(experiment, rates, args.out, progress), progress)
+        with hint_on_stop(lambda: _hint(args, progress)):
+            experiment = studies.tune(experiment, rates, args.out, progress)
     if args.seeds is not None and args.baselines:
         raise InputError("--seeds and --baselines exclude each other")
     if args.baselines:
-        result = _study(args, lambda: studies.with_baselines(experiment, args.out, progress), progress)
+        with hint_on_stop(lambda: _hint(args, progress)):
+            result = studies.with_baselines(experiment, args.out, progress)
         return say(args, result, studies.baselines_text(result))
     if args.seeds is not None:
         seeds = _numbers("--seeds", args.seeds, int)
         if min(seeds) < 0:
             raise InputError(f"--seeds {args.seeds}: expected whole numbers of at least 0")
-        result = _study(args, lambda: studies.seeds(experiment, seeds, args.out, progress), progress)
+        with hint_on_stop(lambda: _hint(args, progress)):
+            result = studies.seeds(experiment, seeds, args.out, progress)
         return say(args, result, studies.seeds_text(result))
     return run_once(args, experiment, progress)
 
@@ -47,17 +47,11 @@ def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
         raise InputError(f"{flag} {text}: expected {what} separated by commas") from None
 
 
-def _study(args: Namespace, call: Callable[[], T], progress: Bar) -> T:
-    """Run several experiments; if they stop, print how to continue."""
-    try:
-        return call()
-    except InputError:
-        raise
-    except (KeyboardInterrupt, Exception):
-        if progress.path is not None and progress.path.exists() and not (getattr(args, "tune", None) and not args.out):
-            place = args.out or progress.path.parent
-            tell(f"fedfm: committed rounds are kept; continue with: the same command and --out {place}", sys.stderr)
-        raise
+def _hint(args: Namespace, progress: Bar) -> str | None:
+    """How to continue several experiments of which one has begun."""
+    if progress.path is None or not progress.path.exists() or (getattr(args, "tune", None) and not args.out):
+        return None
+    return f"committed rounds are kept; continue with: the same command and --out {args.out or progress.path.parent}"
 
 
 def demo(args: Namespace) -> int:
@@ -65,5 +59,6 @@ def demo(args: Namespace) -> int:
     from fedfm.api import studies
 
     progress = watch()
-    result = _study(args, lambda: studies.demo(args.out, args.seed, progress), progress)
+    with hint_on_stop(lambda: _hint(args, progress)):
+        result = studies.demo(args.out, args.seed, progress)
     return say(args, result, studies.demo_text(result))

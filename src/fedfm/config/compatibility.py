@@ -6,15 +6,12 @@ its ``validate``.
 
 from __future__ import annotations
 
-from typing import Any, cast, get_type_hints
-
 from fedfm.aggregation.mean import Mean
-from fedfm.attacks.attack import halves_of, locals_of
+from fedfm.attacks.attack import locals_of
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
-from fedfm.core.client import Update
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, quote_names
 from fedfm.linalg.precisions import EXACT
@@ -58,7 +55,7 @@ def check_as_asked(e: ExperimentParts) -> None:
     if e.model.task is not None or tasks.lists_columns(e.data) or e.data.kind is not None:
         from fedfm.config import options
 
-        options.check_task(e, method)
+        options.check_task(e)
     local_takes = e.method.local.adaptations if isinstance(e.method, TrainsLocally) else ()
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:
@@ -87,13 +84,45 @@ def check_as_asked(e: ExperimentParts) -> None:
             "largest that the model has room for; raise model.adaptation.rank, and set alpha",
             key="method.ranks",
         )
+    _check_engine(e, method)
+    if run.local_scores and e.privacy is not None:
+        raise InputError(
+            "run.local_scores: [privacy] does not cover accuracies of single clients; drop one of the two",
+            key="run.local_scores",
+        )
+    if run.evaluate_fraction < 1 and run.asynchronous is not None:
+        raise InputError(
+            "run.evaluate_fraction: with run.asynchronous every client works, and sends scores with its updates; drop "
+            "one of the two",
+            key="run.evaluate_fraction",
+        )
+    if run.patience or getattr(e.privacy, "halt_at_epsilon", None):
+        from fedfm.config import options
+
+        options.check_early_end(e, method)
+    if e.aggregation.transport.form != "plain":
+        from fedfm.config import guarantee
+
+        guarantee.check_hidden(e, method)
+    if run.transport != EXACT:
+        from fedfm.config import options
+
+        options.check_transport(e, method)
+
+
+def _check_engine(e: ExperimentParts, method: str) -> None:
+    """Refuse keys and models that do not go with the engine, or with its processes."""
+    run, needs = e.run, e.method.needs
     if run.superlink is not None and run.engine != "deployment":
         raise InputError(f'run.superlink: only engine = "deployment" takes it, not "{run.engine}"', key="run.superlink")
     if run.ray_address is not None and run.engine != "simulation":
         raise InputError(
             f'run.ray_address: only engine = "simulation" takes it, not "{run.engine}"', key="run.ray_address"
         )
-    _check_folder(e)
+    if run.engine == "folder" or (run.folder, run.roster, run.identity) != (None, None, None):
+        from fedfm.config import options
+
+        options.check_folder(e, method)
     if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
         raise InputError(
             f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs",
@@ -121,66 +150,6 @@ def check_as_asked(e: ExperimentParts) -> None:
         raise InputError(
             f'{needs.local}: all parties are in one place: expected run.engine = "local"', key="run.engine"
         )
-    if run.local_scores and e.privacy is not None:
-        raise InputError(
-            "run.local_scores: [privacy] does not cover accuracies of single clients; drop one of the two",
-            key="run.local_scores",
-        )
-    if run.evaluate_fraction < 1 and run.asynchronous is not None:
-        raise InputError(
-            "run.evaluate_fraction: with run.asynchronous every client works, and sends scores with its updates; drop "
-            "one of the two",
-            key="run.evaluate_fraction",
-        )
-    if run.patience and e.privacy is not None:
-        raise InputError(
-            "run.patience: [privacy] does not cover validation losses of single clients; drop one of the two",
-            key="run.patience",
-        )
-    if run.patience and not e.data.val_fraction:
-        raise InputError(
-            "run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1", key="run.patience"
-        )
-    if run.patience and not run.evaluate_every:
-        raise InputError(
-            "run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not",
-            key="run.patience",
-        )
-    early = {"run.patience": run.patience, "privacy.halt_at_epsilon": getattr(e.privacy, "halt_at_epsilon", None)}
-    for key in (key for key, value in early.items() if value and e.method.traits.last_round_differs):
-        raise InputError(
-            f"{key}: {method} completes its model in the last round, which an early end would skip; drop it", key=key
-        )
-    if e.aggregation.transport.form != "plain":
-        from fedfm.config import guarantee
-
-        guarantee.check_hidden(e, method)
-    if run.transport != EXACT:
-        from fedfm.config import options
-
-        options.check_transport(e, method)
-
-
-def _check_folder(e: ExperimentParts) -> None:
-    """Refuse settings that do not work on the folder engine, and this engine's keys on other engines."""
-    run, method = e.run, f'method "{e.method_name}"'
-    if run.engine != "folder":
-        for key in ("folder", "roster", "identity"):
-            if getattr(run, key) is not None:
-                raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"', key=f"run.{key}")
-        return
-    if run.folder is None:
-        raise InputError('run.folder: engine = "folder" needs the folder for the messages', key="run.folder")
-    if run.roster is None:
-        raise InputError(
-            "run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one",
-            key="run.roster",
-        )
-    if e.attack is not None:
-        raise InputError(
-            f'[attack]: {method} on engine = "folder" has real silos, which do not attack; drop it',
-            key="attack",
-        )
 
 
 def check_as_run(e: ExperimentParts) -> None:
@@ -189,31 +158,11 @@ def check_as_run(e: ExperimentParts) -> None:
     Raises:
         InputError: a rule is broken; the message is about the first one.
     """
-    method, attack = f'method "{e.method_name}"', cast(Any, e.attack)
-    if attack is not None:
-        if e.in_memory or e.own_code:
-            raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it", key="attack")
-        halves, needs = halves_of(e.method), e.method.needs
-        if needs.model == "server":
-            raise InputError(
-                f"[attack]: the clients of {method} have no model, and attacks act on rows and updates of clients that "
-                "have one; drop it",
-                key="attack",
-            )
-        if not e.method.rounds or needs.pooled or not halves:
-            raise InputError(f"[attack]: {method} has no client that trains, so none can attack; drop it", key="attack")
-        if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
-            raise InputError(
-                f'attack.name = "{name_of("attacks", attack)}": the clients of {method} send no updates; '
-                'expected "label_shuffle"',
-                key="attack.name",
-            )
-        if attack.needs == "epochs" and not locals_of(e.method):
-            raise InputError(
-                f"attack.intensity = {attack.intensity}: {method} has no [method.local] whose epochs it could "
-                "multiply; expected 1",
-                key="attack.intensity",
-            )
+    method = f'method "{e.method_name}"'
+    if e.attack is not None:
+        from fedfm.config import options
+
+        options.check_attack(e, method)
     if not isinstance(e.aggregation, Mean):
         where = f'aggregation.name = "{name_of("aggregation", e.aggregation)}":'
         if not e.method.means:

@@ -118,25 +118,29 @@ class Experiment(ExperimentParts):
         for key, value in given.items():
             object.__setattr__(self, key, value)
         if not changed:
-            check_data(data)
-            for part, where in ((method, "method"), (model, "model"), (run, "run"), (aggregation, "aggregation")):
-                check(part, where)
-            method.validate()
-            if attack is not None:
-                check(attack, "attack")
-            compatibility.check_as_asked(self)
-            if privacy is not None and privacy.states_epsilon:
-                from fedfm.config import guarantee
+            self._check()
 
-                check_privacy(privacy)
-                method, aggregation = guarantee.guarantee(method, aggregation, privacy)
-                object.__setattr__(self, "method", method)
-                object.__setattr__(self, "aggregation", aggregation)
-            compatibility.check_as_run(self)
-            if run.asynchronous is not None:
-                from fedfm.config.asynchronous import asynchronous
+    def _check(self) -> None:
+        """Check the settings alone and together, and give method and aggregation the guarantee of [privacy]."""
+        check_data(self.data)
+        for where in ("method", "model", "run", "aggregation"):
+            check(getattr(self, where), where)
+        self.method.validate()
+        if self.attack is not None:
+            check(self.attack, "attack")
+        compatibility.check_as_asked(self)
+        if self.privacy is not None and self.privacy.states_epsilon:
+            from fedfm.config import guarantee
 
-                object.__setattr__(self, "aggregation", asynchronous(self, run.asynchronous))
+            check_privacy(self.privacy)
+            method, aggregation = guarantee.guarantee(self.method, self.aggregation, self.privacy)
+            object.__setattr__(self, "method", method)
+            object.__setattr__(self, "aggregation", aggregation)
+        compatibility.check_as_run(self)
+        if self.run.asynchronous is not None:
+            from fedfm.config.asynchronous import asynchronous
+
+            object.__setattr__(self, "aggregation", asynchronous(self, self.run.asynchronous))
 
     @classmethod
     def load(

@@ -1,4 +1,4 @@
-"""Rules on keys that few experiments set: tasks, coded transport, a user's function for the rows, augmentation."""
+"""Rules on keys that few experiments set: tasks, coded transport, user functions, augmentation, early ends, attacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config.parts import ExperimentParts
+from fedfm.config.registry import name_of
 from fedfm.core import tasks
 from fedfm.core.capabilities import Private
 from fedfm.core.client import Update
@@ -37,7 +38,7 @@ def check_momentum(local: Local) -> None:
         )
 
 
-def check_task(e: ExperimentParts, method: str) -> None:
+def check_task(e: ExperimentParts) -> None:
     """Check rules on the task that an experiment names.
 
     Raises:
@@ -202,3 +203,89 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
 def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
     """The method, and the methods in its fields."""
     return (method, *nested_methods(method))
+
+
+def check_early_end(e: ExperimentParts, method: str) -> None:
+    """Refuse early stopping without its validation rows, and any early end that would leave the model incomplete.
+
+    Raises:
+        InputError: a rule is broken.
+    """
+    run = e.run
+    if run.patience and e.privacy is not None:
+        raise InputError(
+            "run.patience: [privacy] does not cover validation losses of single clients; drop one of the two",
+            key="run.patience",
+        )
+    if run.patience and not e.data.val_fraction:
+        raise InputError(
+            "run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1", key="run.patience"
+        )
+    if run.patience and not run.evaluate_every:
+        raise InputError(
+            "run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not",
+            key="run.patience",
+        )
+    early = {"run.patience": run.patience, "privacy.halt_at_epsilon": getattr(e.privacy, "halt_at_epsilon", None)}
+    for key in (key for key, value in early.items() if value and e.method.traits.last_round_differs):
+        raise InputError(
+            f"{key}: {method} completes its model in the last round, which an early end would skip; drop it", key=key
+        )
+
+
+def check_folder(e: ExperimentParts, method: str) -> None:
+    """Refuse settings that do not work on the folder engine, and this engine's keys on other engines.
+
+    Raises:
+        InputError: a rule is broken.
+    """
+    run = e.run
+    if run.engine != "folder":
+        for key in ("folder", "roster", "identity"):
+            if getattr(run, key) is not None:
+                raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"', key=f"run.{key}")
+        return
+    if run.folder is None:
+        raise InputError('run.folder: engine = "folder" needs the folder for the messages', key="run.folder")
+    if run.roster is None:
+        raise InputError(
+            "run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one",
+            key="run.roster",
+        )
+    if e.attack is not None:
+        raise InputError(
+            f'[attack]: {method} on engine = "folder" has real silos, which do not attack; drop it',
+            key="attack",
+        )
+
+
+def check_attack(e: ExperimentParts, method: str) -> None:
+    """Refuse an attack that no client of this method can carry out.
+
+    Raises:
+        InputError: a rule is broken.
+    """
+    attack: Any = e.attack
+    if e.in_memory or e.own_code:
+        raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it", key="attack")
+    halves, needs = halves_of(e.method), e.method.needs
+    if needs.model == "server":
+        raise InputError(
+            f"[attack]: the clients of {method} have no model, and attacks act on rows and updates of clients that "
+            "have one; drop it",
+            key="attack",
+        )
+    if not e.method.rounds or needs.pooled or not halves:
+        raise InputError(f"[attack]: {method} has no client that trains, so none can attack; drop it", key="attack")
+    if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
+        raise InputError(
+            f'attack.name = "{name_of("attacks", attack)}": the clients of {method} send no updates; '
+            'expected "label_shuffle"',
+            key="attack.name",
+        )
+    if attack.needs == "epochs" and not locals_of(e.method):
+        raise InputError(
+            f"attack.intensity = {attack.intensity}: {method} has no [method.local] whose epochs it could "
+            "multiply; expected 1",
+            key="attack.intensity",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,11 @@ class Attachment:
     def sha256(self) -> str:
         """SHA-256 of the content, 64 hex digits. The file is read each time, because it may have changed."""
         return hashlib.sha256(self.content()).hexdigest()
+
+
+def readable(source: str | Path | bytes) -> str | Path | io.BytesIO:
+    """A file's path, or its content as a file, for libraries that open either."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def attachments_of(item: Any) -> Iterator[Attachment]:

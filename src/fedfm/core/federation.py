@@ -14,7 +14,7 @@ from fedfm.core.client import ClientId, Update, action, each, no_secret
 from fedfm.core.messages import REVEAL, ROUND, SCORES, Excluded, Link, Reply, Request, Streaming
 from fedfm.core.transcript import Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
-from fedfm.linalg.out_of_core import Shelf, to_file
+from fedfm.linalg.out_of_core import VectorStore, to_file
 from fedfm.linalg.params import Layout, Params
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Federation:
         client_metrics: this round's metrics by client, if the metrics include scores on the client's own rows and the
             server sees single updates.
         secret: returns the server's 32 bytes for a name, from the operating system's entropy, constant in a run.
-        underway: for each client with a request in flight, the request's (round, call). The reply may come in a later
+        in_flight: for each client with a request in flight, the request's (round, call). The reply may come in a later
             round, see the argument ``first`` of :meth:`exchange`.
         began: for each client that has given a valid reply, the round of the request that its last such reply answers.
         memory: the server's private memory at the last commit.
@@ -130,7 +130,7 @@ class Federation:
         self.metrics: dict[str, float] = update_metrics.RoundMetrics(0, aggregator.why_missing)
         self.client_metrics: dict[ClientId, dict[str, float]] = {}
         self.cohort: tuple[ClientId, ...] = ()
-        self.underway: dict[ClientId, tuple[int, int]] = {}
+        self.in_flight: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
         self._restored: dict[ClientId, tuple[int, int] | None] = {}  # restored clients and their new requests, if made
         self._on_excluded = on_excluded
@@ -148,16 +148,16 @@ class Federation:
         self.client_metrics = {}
         self.memory = self._memory(t)
 
-    def restore(self, underway: Mapping[ClientId, tuple[int, int]]) -> None:
+    def restore(self, in_flight: Mapping[ClientId, tuple[int, int]]) -> None:
         """Continue to wait for the replies to requests of an earlier process, if the link supports it.
 
         Args:
-            underway: the value of the attribute ``underway`` at the commit from which the run continues.
+            in_flight: the value of the attribute ``in_flight`` at the commit from which the run continues.
         """
         if isinstance(self._link, Streaming) and self._link.streams:
-            self.underway = {client: at for client, at in underway.items() if client in self.clients}
-            self._restored = dict.fromkeys(self.underway)
-            self._link.restore(self.underway)
+            self.in_flight = {client: at for client, at in in_flight.items() if client in self.clients}
+            self._restored = dict.fromkeys(self.in_flight)
+            self._link.restore(self.in_flight)
 
     def commit(self) -> None:
         """Write the server's memory."""
@@ -232,12 +232,12 @@ class Federation:
         came = self.exchange(
             kind, handler, of, payload, hint, form=form, down=down, counted=counted, check=check_reply, least=least
         )
-        shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
+        store, means, replies = VectorStore(), update_metrics.Means(), dict[ClientId, Any]()
         for client, value in came:
             if isinstance(value, Update):
                 means.add(value)
-                value = replace(value, delta=shelf.put(value.delta))
-            replies[client] = shelf.put(value) if isinstance(value, Params) else value
+                value = replace(value, delta=store.put(value.delta))
+            replies[client] = store.put(value) if isinstance(value, Params) else value
         self.metrics.update(means.means())
         return replies
 
@@ -288,14 +288,14 @@ class Federation:
 
         Args:
             first: on a streaming link, the number of valid replies after which the call ends. Replies to earlier calls
-                of this kind count, too. All other requests stay ``underway``.
+                of this kind count, too. All other requests stay in flight.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
         self.call += 1
         asked = dict.fromkeys(cohort, (self.round, self.call))
         if first is not None:
-            asked |= self.underway
+            asked |= self.in_flight
             instead = [client for client, at in self._restored.items() if at is None]
             self._restored |= dict.fromkeys(instead, (self.round, self.call))
             cohort = sorted({*cohort, *instead})
@@ -351,7 +351,7 @@ class Federation:
                 self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"), part)
         else:
             awaited = self._link.requests_in_flight if isinstance(self._link, Streaming) else {}
-            self.underway = {client: awaited.get(client) or asked[client] for client in sorted({*pending, *awaited})}
+            self.in_flight = {client: awaited.get(client) or asked[client] for client in sorted({*pending, *awaited})}
             self.cohort = tuple(sorted(early))
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
@@ -393,7 +393,7 @@ class Federation:
         if (reply.round, reply.call) not in (asked[reply.client], self._restored.get(reply.client)):
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
-    def _exclude(self, client: ClientId, fault: ClientFault, part: str = ROUND) -> None:
+    def _exclude(self, client: ClientId, fault: ClientFault, part: str) -> None:
         reason = fault.reason[:_REASON]  # the client may have written this text
         excluded = Excluded(self.round, client, fault.code, reason, part)
         self.excluded.append(excluded)

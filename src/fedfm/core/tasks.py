@@ -102,7 +102,7 @@ def implied_task(kind: str) -> TaskFacts:
     ) or default()
 
 
-def class_word(kind: str, task: str | None = None) -> str:
+def class_word(kind: str, task: str | None) -> str:
     """The word of messages for a class of rows of this kind; ``task`` names the task, or None if the rows imply it."""
     return (task_named(task) or implied_task(kind)).class_word
 

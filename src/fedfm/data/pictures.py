@@ -8,7 +8,6 @@ with transparency, only the upper 8 bits are read.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedfm.core.attachments import readable
 from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
@@ -114,7 +114,7 @@ def look(item: str | bytes) -> Look:
     try:
         with (
             picture_ends.refuse_cut(),
-            Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture,
+            Image.open(readable(item)) as picture,
         ):
             if lost := picture_ends.fault(item, picture.format):
                 return Look(lost)
@@ -204,7 +204,7 @@ def read_image(item: str | Path | bytes, draft: tuple[int, int] | None = None) -
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+        with Image.open(readable(item)) as picture:
             if draft is not None:
                 picture.draft(None, draft)
             return upright(picture)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from fedfm.core.attachments import readable
 from fedfm.data.table import Table
 
 _LOOKED_AT = 64  # largest number of images that are decoded
@@ -67,6 +67,6 @@ def size_of(item: Any) -> tuple[int, int]:
         return item.shape[1], item.shape[0]
     from PIL import Image
 
-    with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+    with Image.open(readable(item)) as picture:
         size: tuple[int, int] = picture.size
         return size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.api.command_registry import Command, training_arguments
-from fedfm.api.terminal import continuing, say, tell
+from fedfm.api.terminal import hint_for_epochs, hint_on_stop, say, tell
 
 if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
@@ -26,7 +26,8 @@ def distil(args: Namespace) -> int:
     from fedfm.runtime.step_bars import Epochs
 
     what = Distillation.load(args.experiment, parse_overrides(args.set))
-    result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
+    with hint_on_stop(lambda: hint_for_epochs(args, ABOUT)):
+        result = distil(what, args.out, watcher=Epochs())
     if not result.get("outside", 0.0) <= MOST_OUTSIDE:
         text = f"{result['outside']:.2%} of the arguments are outside their intervals, more than {MOST_OUTSIDE:.1%}"
         tell(f"fedfm: {text}: encrypted runs refuse this student; {remedy(result['blocks'])}", sys.stderr)

@@ -16,7 +16,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a Shelf puts into one file
+FILE, MANY = 1 << 28, 1000  # largest numbers of bytes and of vectors that a VectorStore puts into one file
 
 
 def limit() -> int:
@@ -85,7 +85,7 @@ def to_file(x: Params) -> Params:
     return Params.from_flat(x.layout, {dtype: memory})
 
 
-class Shelf:
+class VectorStore:
     """Keeps vectors that arrive one by one: in memory while they fit, then in files.
 
     Args:
@@ -122,6 +122,6 @@ class Shelf:
 
 
 def keep_all(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
-    """Put the vectors on one :class:`Shelf`. Each vector of a generator is stored before the next one is computed."""
-    shelf = Shelf(most)
-    return [shelf.put(x) for x in vectors]
+    """Put the vectors into one :class:`VectorStore`, each vector of a generator before the next one is computed."""
+    store = VectorStore(most)
+    return [store.put(x) for x in vectors]

@@ -20,7 +20,7 @@ from fedfm.training import SGD, Proximal
 
 
 @dataclass(frozen=True)
-class Controlled:
+class ScaffoldState:
     """Server state: the model x and the server's control variate c."""
 
     x: Params
@@ -32,17 +32,17 @@ class Scaffold(FedAvg):
     """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are unweighted."""
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
-    state_type: ClassVar[Any] = Controlled
+    state_type: ClassVar[Any] = ScaffoldState
 
     weighting: str = setting(
         "uniform", "weight of a client in the mean: uniform, as in the paper", choices=("uniform",)
     )
     server_learning_rate: float = setting(1.0, "eta_g", gt=0)
 
-    def init(self, fed: Federation) -> Controlled:  # type: ignore[override]
-        return Controlled(fed.initial, 0.0 * fed.initial)
+    def init(self, fed: Federation) -> ScaffoldState:  # type: ignore[override]
+        return ScaffoldState(fed.initial, 0.0 * fed.initial)
 
-    def step(self, fed: Federation, state: Controlled, t: int) -> Controlled:  # type: ignore[override]
+    def step(self, fed: Federation, state: ScaffoldState, t: int) -> ScaffoldState:  # type: ignore[override]
         x, c = state.x, state.c
         cohort = fed.sample(self.fraction)  # S
         like = Params.join(y=x, c=c).layout
@@ -50,7 +50,7 @@ class Scaffold(FedAvg):
         y = mean.part("y")
         x = with_averaged_statistics(fed.model, x + self.server_learning_rate * y, x, y)  # line 17
         c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, where S are the clients whose update arrived
-        return Controlled(x, c)
+        return ScaffoldState(x, c)
 
     @on_client
     def train(self, client: Client, x: Params, c: Params) -> Update:  # type: ignore[override]
@@ -61,7 +61,7 @@ class Scaffold(FedAvg):
         client.memory["c"] = c_new
         return Update(Params.join(y=y - x, c=c_new - c_k), 1.0, client.metrics)
 
-    def params_for(self, state: Controlled, client: ClientId) -> Params:  # type: ignore[override]
+    def params_for(self, state: ScaffoldState, client: ClientId) -> Params:  # type: ignore[override]
         return state.x
 
     def validate(self) -> None:

@@ -14,7 +14,7 @@ from fedfm.models.devices import MAP
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def opens(name: str) -> bool:
+def opens_accelerator(name: str) -> bool:
     """Whether a model with this ``model.device`` opens an accelerator; a process with an open one must not fork.
 
     The check itself opens no device. An unavailable device counts as an accelerator; loading the model reports it.

@@ -31,7 +31,7 @@ def load_pretrained(
     kind: str,
     task: ModelTask,
     seed: int,
-    hollow: bool = False,
+    hollow: bool,
 ) -> Loaded:
     """The model for the task, with a new head for ``classes`` unless it is a language model.
 

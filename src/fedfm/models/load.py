@@ -23,6 +23,7 @@ from fedfm.data.user_functions import is_function
 from fedfm.errors import InputError, quote_names
 from fedfm.models import devices, families, hub, lengths, new_parts, precision
 from fedfm.models.adapters import adaptation
+from fedfm.models.families import Parts
 from fedfm.models.finite import Finite
 from fedfm.models.heads import within
 from fedfm.models.hub_tools import Loaded
@@ -144,12 +145,7 @@ def load_model(
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
     look = Finite(spec.name, _weights(loaded))
     print_ = known or fingerprint(weights, loaded.config, loaded.new, look)
-    if spec.fingerprint is not None and print_ != spec.fingerprint:
-        raise InputError(
-            f"model.fingerprint: {spec.name} here is {print_}, and the experiment needs {spec.fingerprint}: use the "
-            "federation's copy of the model",
-            key="model.fingerprint",
-        )
+    _check_fingerprint(spec, print_)
     del weights
     if spec.weights == "pretrained" and known is None and not by_user:
         loaded.notices += tuple(look.notices())
@@ -166,12 +162,8 @@ def load_model(
                 f'model.adaptation.name = "side_adapter": task "{task}" takes {quote_names(task.adaptations)} only',
                 key="model.adaptation.name",
             )
-        module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
-        if getattr(getattr(module, "config", None), "fedfm_places", 0):
-            from fedfm.models.adapters.side_texts import around_texts as around
-        else:
-            from fedfm.models.adapters.side_adapter import around
-        adapted = around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
+        module = loaded.module if loaded.placed else loaded.module.to(device)
+        adapted = _side_model(module, spec, parts, classes, loaded.tools, print_, seed)
         adapted.notices = (*_notices(loaded, parts, spec), *drawn)
         return adapted
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
@@ -194,15 +186,7 @@ def load_model(
             notices += (line,)
     head = adaptation.live_head(module, parts.head) if task.linear_head else None
     precision.train_in_single(module)
-    kind_of = Model
-    if by_user:
-        from fedfm.models.user.function_module import FunctionModel
-
-        kind_of = FunctionModel
-    if is_dual_encoder(loaded.module):
-        from fedfm.models.dual_encoder import DualModel
-
-        kind_of = DualModel
+    kind_of = _class_of(loaded.module, by_user)
     if loaded.placed and spec.device == devices.MAP:
         if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
             raise InputError(
@@ -226,17 +210,56 @@ def load_model(
     )
     model.new, model.hollow, model.added_bias, model.slices = tuple(loaded.new), loaded.hollow, biased, slices
     model.notices = (*_notices(loaded, parts, spec), *drawn, *notices)
+    _complete(model, parts)
+    return model
+
+
+def _check_fingerprint(spec: ModelSpec, found: str) -> None:
+    """Refuse another model than the one that the experiment names."""
+    if spec.fingerprint is not None and found != spec.fingerprint:
+        raise InputError(
+            f"model.fingerprint: {spec.name} here is {found}, and the experiment needs {spec.fingerprint}: use the "
+            "federation's copy of the model",
+            key="model.fingerprint",
+        )
+
+
+def _side_model(
+    module: nn.Module, spec: ModelSpec, parts: Parts, classes: Sequence[str], tools: Tools, fingerprint: str, seed: int
+) -> Model:
+    """The frozen module with side adapters."""
+    if getattr(getattr(module, "config", None), "fedfm_places", 0):
+        from fedfm.models.adapters.side_texts import around_texts as around
+    else:
+        from fedfm.models.adapters.side_adapter import around
+    return around(module, spec, parts, classes=classes, tools=tools, fingerprint=fingerprint, seed=seed)
+
+
+def _class_of(module: nn.Module, by_user: bool) -> type[Model]:
+    """The class of the model with this module; ``by_user``: a user's function made the module."""
+    if is_dual_encoder(module):
+        from fedfm.models.dual_encoder import DualModel
+
+        return DualModel
+    if by_user:
+        from fedfm.models.user.function_module import FunctionModel
+
+        return FunctionModel
+    return Model
+
+
+def _complete(model: Model, parts: Parts) -> None:
+    """Describe what is trained of a vision part, and compile the blocks."""
     if parts.vision:
         from fedfm.models import vision_part
 
         line, seen = vision_part.describe(parts, model.names, model.adaptation)
         model.notices, model.softmax = (*model.notices, line), model.softmax and not seen
-    if spec.compile and not loaded.hollow:
+    if model.spec.compile and not model.hollow:
         from fedfm.models import compiled
 
-        why = compiled.compile_blocks(parts, spec.compile, model.device)
+        why = compiled.compile_blocks(parts, model.spec.compile, model.device)
         model.compiled, model.notices = not why, (*model.notices, *filter(None, [why]))
-    return model
 
 
 def _weights(loaded: Loaded) -> set[str]:

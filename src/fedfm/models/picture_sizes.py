@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from fedfm.core.attachments import readable
 from fedfm.errors import InputError
 from fedfm.models.images import Preprocess
 
@@ -58,7 +58,7 @@ def _sizes(inputs: Any, rows: np.ndarray) -> Iterator[tuple[int, tuple[int, int]
 
     for row in rows.tolist():
         item = inputs[row]
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+        with Image.open(readable(item)) as picture:
             width, height = picture.size
             turned = picture.getexif().get(0x0112) in _TURNED
         yield row, (height, width) if turned else (width, height)

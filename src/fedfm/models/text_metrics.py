@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm.core.rows import Asked, Output, Rows, has_tools
+from fedfm.core.rows import Asked, Batch, Output, Rows, has_tools
 from fedfm.errors import InputError
 from fedfm.models.influence import reads_padding
 from fedfm.models.language import chat_templates, generation, truncation
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
 
 
-def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
+def likelihood(model: Network, rows: Rows) -> Scores:
     """A language model's loss per predicted token, perplexity and accuracy.
 
     For instructions, only the tokens of the answers count.
     """
-    found = of_tokens(count_tokens(model, rows, batch_size))
+    found = of_tokens(count_tokens(model, rows))
     return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
 
 
@@ -50,19 +50,31 @@ def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, 
     of_group: Callable[[Rows], dict[str, float]] | None = getattr(model, "count_tokens", None)
     if of_group is not None:
         return of_group(rows)
+    size = rows_at_once(model, rows, batch_size)
+    return sum_tokens(model, rows, size, lambda batch: logits_and_targets(model, batch))
+
+
+def sum_tokens(
+    model: Network, rows: Rows, batch_size: int, predict: Callable[[Batch], tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    """The sums of :func:`count_tokens`.
+
+    Args:
+        predict: the logits (n, V) and targets (n,) of a batch; targets :data:`IGNORE` do not count.
+    """
 
     def sums(size: int) -> tuple[float, int, int]:
         total, hits, tokens = 0.0, 0, 0
         with torch.no_grad(), model.evaluating():
             for batch in rows.batches(size):
-                logits, targets = logits_and_targets(model, batch)
+                logits, targets = predict(batch)
                 counts = targets != IGNORE
                 total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
                 hits += int((logits.argmax(-1) == targets)[counts].sum())
                 tokens += int(counts.sum())
         return total, hits, tokens
 
-    (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warn)
+    (total, hits, tokens), _ = in_halves(batch_size, sums, warn)
     return {"tokens": tokens, "right_tokens": hits, "loss_of_tokens": total}
 
 

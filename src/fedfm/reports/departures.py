@@ -18,12 +18,12 @@ def section(run: RunFiles) -> str:
         rows.append(
             [str(entry.get("client")), str(entry.get("how")), str(mapping(entry.get("from")).get("run")), *aucs]
         )
-    text = "Clients that left the federation; this run was made without them, or asked them for nothing. AUC: how well "
-    text += (
-        "a model tells the client's training rows from test rows; 0.5 is guessing; fedfm audit compares what was not. "
+    kept = "; ".join(str(what) for entry in entries[-1:] for what in sequence(entry.get("not_removed")))
+    text = (
+        "Clients that left the federation; this run was made without them, or asked them for nothing. AUC: how well a "
+        "model tells the client's training rows from test rows; 0.5 is guessing. If none was measured, `fedfm audit "
+        f"--attack departure` measures it. Not removed: {kept}."
     )
-    text += "Not removed: "
-    text += "; ".join(str(what) for entry in entries[-1:] for what in sequence(entry.get("not_removed"))) + "."
     head = ["client", "how", "from the run", "AUC before", "AUC now"]
     return note(esc(text)) + table(head, rows, "Clients that left", words=(1, 2))
 

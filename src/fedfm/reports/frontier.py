@@ -67,7 +67,7 @@ def frontier(spots: Sequence[Spot]) -> list[Spot]:
     return out
 
 
-def _touch(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
     """Whether two boxes (x, y, width, height) overlap."""
     return a[0] < b[0] + b[2] and b[0] < a[0] + a[2] and a[1] < b[1] + b[3] and b[1] < a[1] + a[3]
 
@@ -80,8 +80,8 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
     y = Scale(*domain(reached, (0.0, 1.0)), height - 40, 14)
     powers = range(math.ceil(math.log10(x.low)), math.floor(math.log10(x.high)) + 1)
     below = [(t, size(t)) for t in [10.0**k for k in powers] or [min(sent), max(sent)]]
-    beside = [(t, percent(t)) for t in ticks(y.low, y.high)]
-    body = axes(x, y, left, below, beside, width, height, "sent, up and down")
+    at_left = [(t, percent(t)) for t in ticks(y.low, y.high)]
+    body = axes(x, y, left, below, at_left, width, height, "sent, up and down")
     path = "L".join(f"{x(s):.1f} {y(a):.1f}" for _, s, a in best)
     body.append(f'<path class="line s1" d="M{path}"/>')
     written: list[tuple[float, float, float, float]] = []
@@ -93,7 +93,7 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
         long = 6.6 * len(text)
         at, anchor = (x(s) - 7, "end") if x(s) > width * 0.7 else (x(s) + 7, "start")
         box = (at - long if anchor == "end" else at, y(a) - 18, long, 14.0)
-        if not any(_touch(box, other) for other in written):  # a name without room is shown only on hover
+        if not any(_overlap(box, other) for other in written):  # a name without room is shown only on hover
             written.append(box)
             body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(text)}</text>')
     return frame(width, height, label, body)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedfm.core.output_files import RowPictures
 from fedfm.reports import html
 from fedfm.reports.read import DOSSIER
+
+if TYPE_CHECKING:
+    from fedfm.core.output_files import RowPictures
 
 
 def renew(run_dir: Path, rows: RowPictures | None = None) -> Path:

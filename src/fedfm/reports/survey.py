@@ -32,8 +32,8 @@ def section(run: RunFiles) -> str:
 
 _ABOUT_DRIFT = (
     "The share of the spread that the silo explains: 0 if all silos have the same rows on average, 1 if a row's silo "
-    "determines it. Without chance: less the share that equal silos of these sizes would show. Groups: the effective "
-    "number, 1 / sum of squared shares."
+    "determines it. Without chance: this share minus the share that silos of these sizes would show if their rows were "
+    "drawn from one distribution. Groups: the effective number, 1 / sum of squared shares."
 )
 
 

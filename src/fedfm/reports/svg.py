@@ -149,14 +149,14 @@ def axes(
     y: Scale,
     left: float,
     below: Sequence[tuple[float, str]],
-    beside: Sequence[tuple[float, str]],
+    at_left: Sequence[tuple[float, str]],
     width: int,
     height: int,
     x_label: str,
 ) -> list[str]:
-    """The grid of a plot, from ``left`` on, with marks (value, name) ``below`` the plot and ``beside`` it."""
+    """The grid of a plot, from ``left`` on, with marks (value, name) ``below`` the plot and ``at_left`` of it."""
     body = []
-    for t, name in beside:
+    for t, name in at_left:
         body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
         body.append(f'<text x="{left - 8:.1f}" y="{y(t) + 4:.1f}" text-anchor="end">{esc(name)}</text>')
     for t, name in below:

@@ -29,7 +29,7 @@ def of_sent(
     method: Method[Any],
     client: Client,
     payload: Mapping[str, Any],
-    for_server: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
+    for_server: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> dict[str, float]:
     """Client half: score the received model on the client's own rows; the scores become metrics of its update.
 

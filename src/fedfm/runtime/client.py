@@ -29,8 +29,8 @@ from fedfm.errors import (
     E_READONLY,
     E_REFUSED,
     OF_NO_ROW,
+    SEE_LOG,
     SENTENCES,
-    UNTOLD,
     ClientFault,
     Lost,
     RunError,
@@ -111,7 +111,9 @@ class Silos:
         if transport != EXACT:
             from fedfm.core.transport import Coding
 
-            self._coding = Coding(transport, _existing(population.client_model))
+            if (model := population.client_model) is None:
+                raise RunError('the clients of this method have no model: expected run.transport = "float32"')
+            self._coding = Coding(transport, model)
         self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload in two forms: as received, and decoded
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
@@ -201,11 +203,11 @@ class Silos:
             if self._reveal or error.code in OF_NO_ROW:
                 return error
             self._on_error(client, f"{error}\n")
-            return ClientFault(error.code, SENTENCES.get(error.code, UNTOLD))
+            return ClientFault(error.code, SENTENCES.get(error.code, SEE_LOG))
         self._on_error(client, "".join(traceback.format_exception(error)))
         text = first_line(error)
         if isinstance(error, Lost):
-            return ClientFault(E_LOST, text if self._reveal else f"its stored state is damaged or missing: {UNTOLD}")
+            return ClientFault(E_LOST, text if self._reveal else f"its stored state is damaged or missing: {SEE_LOG}")
         if not self._reveal:
             return ClientFault(E_EXCEPTION, SENTENCES[E_EXCEPTION])
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
@@ -369,12 +371,6 @@ class Silos:
         """Return begin and end of round t as fractions of the run: (0, 0) before all rounds, (1, 1) after them."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
-
-
-def _existing(model: Model | None) -> Model:
-    if model is None:
-        raise RunError('the clients of this method have no model: expected run.transport = "float32"')
-    return model
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:

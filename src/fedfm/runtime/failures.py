@@ -47,8 +47,8 @@ def whole(
         lines: lines of ``metrics.jsonl``, with the exclusions from scores and models.
         more: exclusions from messages after the last line.
     """
-    beside = [e for line in lines for e in of_line(line) if e.part != ROUND]
-    return [*of_rounds, *dict.fromkeys([*beside, *more])]
+    others = [e for line in lines for e in of_line(line) if e.part != ROUND]
+    return [*of_rounds, *dict.fromkeys([*others, *more])]
 
 
 def sentences(excluded: Sequence[Excluded], rounds: int) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedfm.core import storage
@@ -111,30 +110,6 @@ def loss_error(path: Path, how: str, list_file: Path) -> Lost:
 # --- all parties of a folder -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A damaged or missing file.
-
-    Attributes:
-        how: the fault, as the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
-        root, party: ``ROOT``, and the party that owns the file. If no party owns it, root is None.
-    """
-
-    path: Path
-    how: str
-    root: Path | None = None
-    party: str = ""
-
-    def forget(self) -> None:
-        """Remove a damaged file, and remove its name from the list."""
-        if self.root is None:
-            return
-        folder, list_file = self.root / self.party, self.root / LISTS / self.party / "list"
-        if self.how == DAMAGED:
-            self.path.unlink(missing_ok=True)
-        write_list(list_file, files(folder), sync=True)
-
-
 def roots(private: Path) -> list[Path]:
     """Return each ROOT below a run's ``private/``: for the server, for clients, and for silos on loopback."""
     return [private, private / "memory", *sorted(private.glob("deployment/sites/*/*/memory"))]
@@ -147,48 +122,15 @@ def parties(private: Path) -> list[str]:
     return sorted(f"{place.relative_to(private)}/{name}" for place, found in names.items() for name in found)
 
 
-def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
-    """Find damaged and missing files below a run's ``private/``.
-
-    Args:
-        until: the round after which the run continues; files of later rounds do not matter, since they are written
-            again.
-        wanted: the result of :func:`parties` after this round.
-    """
-    for place in (private / name for name in wanted):
-        if not (place / "list").is_file():
-            yield Loss(place / "list", MISSING, place.parent.parent, place.name)
-    for root in roots(private):
-        for party in _folders(root):
-            yield from _losses_of(root, party, until)
-
-
 def secrets(private: Path) -> Iterator[Path]:
     """Yield the paths of all parties' secrets below a run's ``private/``."""
     for root in roots(private):
-        for party in _folders(root):
+        for party in party_folders(root):
             yield from sorted((root / party).glob("*.secret"))
 
 
-def _folders(root: Path) -> list[str]:
+def party_folders(root: Path) -> list[str]:
+    """Return the names of the folders of a root's parties."""
     places = [root / LISTS, *([root] if root.name == "memory" else [])]
     found = {path.name for place in places if place.is_dir() for path in place.iterdir() if path.is_dir()}
     return sorted((found - {LISTS}) | ({"server"} if root.name != "memory" else set()))
-
-
-def _losses_of(root: Path, party: str, until: int) -> Iterator[Loss]:
-    folder, list_file = root / party, root / LISTS / party / "list"
-    try:
-        names = read_list(list_file) or set()
-    except Lost:
-        names = set()
-        yield Loss(list_file, DAMAGED, root, party)
-    for name in sorted(names | files(folder)):
-        version = version_of(name)
-        if version is not None and version[0] > until:
-            continue
-        path = folder / name
-        if not path.exists():
-            yield Loss(path, MISSING, root, party)
-        elif not (storage.whole(path) if version else read_secret(path) is not None):
-            yield Loss(path, DAMAGED, root, party)

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedfm.core import storage
 from fedfm.errors import InputError, Lost
 from fedfm.runtime import file_integrity, logs, validation_losses
-from fedfm.runtime.file_integrity import Loss
+from fedfm.runtime.file_integrity import DAMAGED, LISTS, MISSING
 from fedfm.runtime.predictions import keeps_parts
 from fedfm.runtime.resume_changes import check_edits, note_versions
 from fedfm.runtime.run_directory import Run
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A damaged or missing file.
+
+    Attributes:
+        how: the fault, as the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
+        root, party: ``ROOT``, and the party that owns the file. If no party owns it, root is None.
+    """
+
+    path: Path
+    how: str
+    root: Path | None = None
+    party: str = ""
+
+    def forget(self) -> None:
+        """Remove a damaged file, and remove its name from the list."""
+        if self.root is None:
+            return
+        folder, list_file = self.root / self.party, self.root / LISTS / self.party / "list"
+        if self.how == DAMAGED:
+            self.path.unlink(missing_ok=True)
+        file_integrity.write_list(list_file, file_integrity.files(folder), sync=True)
 
 
 def settle(run: Run, accept: bool = False) -> list[str]:
@@ -77,9 +103,9 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
     private = run.path / "private"
     if record is None:
         yield from _no_checkpoint(run)
-        yield from file_integrity.losses(private, -1, ())
+        yield from _losses_in(private, -1, ())
         return
-    yield from file_integrity.losses(private, record["round"], record["kept"])
+    yield from _losses_in(private, record["round"], record["kept"])
     if run.experiment.run.patience:
         yield from _not_judged(run, record)
 
@@ -88,9 +114,9 @@ def _no_checkpoint(run: Run) -> Iterator[Loss]:
     """Yield the damaged checkpoints; or else the missing one, if lines of metrics prove that there was one."""
     _, damaged = run.newest()
     if damaged:
-        yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)
+        yield from (Loss(path, DAMAGED) for path in damaged)
     elif rounds := [line["round"] for line in run.metrics()]:
-        yield Loss(run.checkpoint(max(rounds)), file_integrity.MISSING)
+        yield Loss(run.checkpoint(max(rounds)), MISSING)
 
 
 def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
@@ -102,4 +128,38 @@ def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
     if best is not None and "model_of_round" not in record["extra"] and not keeps_parts(run.experiment.method):
         path = run.checkpoint(best)
         if not storage.whole(path):
-            yield Loss(path, file_integrity.DAMAGED if path.exists() else file_integrity.MISSING)
+            yield Loss(path, DAMAGED if path.exists() else MISSING)
+
+
+def _losses_in(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
+    """Find damaged and missing files below a run's ``private/``.
+
+    Args:
+        until: the round after which the run continues; files of later rounds do not matter, since they are written
+            again.
+        wanted: the result of :func:`~fedfm.runtime.file_integrity.parties` after this round.
+    """
+    for place in (private / name for name in wanted):
+        if not (place / "list").is_file():
+            yield Loss(place / "list", MISSING, place.parent.parent, place.name)
+    for root in file_integrity.roots(private):
+        for party in file_integrity.party_folders(root):
+            yield from _losses_of(root, party, until)
+
+
+def _losses_of(root: Path, party: str, until: int) -> Iterator[Loss]:
+    folder, list_file = root / party, root / LISTS / party / "list"
+    try:
+        names = file_integrity.read_list(list_file) or set()
+    except Lost:
+        names = set()
+        yield Loss(list_file, DAMAGED, root, party)
+    for name in sorted(names | file_integrity.files(folder)):
+        version = file_integrity.version_of(name)
+        if version is not None and version[0] > until:
+            continue
+        path = folder / name
+        if not path.exists():
+            yield Loss(path, MISSING, root, party)
+        elif not (storage.whole(path) if version else file_integrity.read_secret(path) is not None):
+            yield Loss(path, DAMAGED, root, party)

@@ -192,7 +192,7 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...], task: s
     return replace(table, labels=labels, targets=targets, classes=known)
 
 
-def classes_of(rows: OwnRows, table: Table, task: str | None = None) -> tuple[str, ...]:
+def classes_of(rows: OwnRows, table: Table, task: str | None) -> tuple[str, ...]:
     """Return the federation's classes from the silo's file, or else the classes of the silo's rows.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -89,12 +89,7 @@ def finish(
     result["details"] |= aside
     if keeps_parts(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
-    more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
-    task = fed.model.task
-    more += [CONFUSION, CLASS_COUNTS, *task.figures]
-    more += [f"local_{key}" for key in (*task.common_figures, *task.figures)]
-    more += ["client_loss", "server_client_loss", "val_loss", "client_metrics"]
-    result["details"] |= {key: by_class(fed.model, last[key]) for key in more if key in last}
+    result["details"] |= _more_scores(fed.model, last)
     if chosen := last.get("chosen"):
         run.manifest["chosen"] = chosen
         fed.model.task = replace(fed.model.task, **chosen)
@@ -107,45 +102,26 @@ def finish(
         notice(text)
     result["details"] |= run.join_arrays(fed.clients)
     lines = run.metrics()
-    if coded := [line["transport"] for line in lines if "transport" in line]:
-        from fedfm.core.transport import over_rounds
-        from fedfm.linalg.quantised import BLOCK
-
-        how = {"precision": run.experiment.run.transport} | (
-            {"block": BLOCK} if run.experiment.run.transport == "int8" else {}
-        )
-        result["details"]["transport"] = how | over_rounds(coded)
-    if run.experiment.run.local_scores:
-        for key in (BEFORE, LOSS_BEFORE):
-            result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
-    result["details"] |= arrivals(run, lines)
+    result["details"] |= _of_rounds(run.experiment, lines) | arrivals(run, lines)
     if run.experiment.run.evaluate_fraction < 1:
         from fedfm.runtime import sampled_clients
 
         more_details, texts = sampled_clients.summarise(run, fed.clients, evaluator.panel, lines)
         result["details"] |= more_details
-        for text in texts:
-            run.note(text)
-            notice(text)
+        _say(run, notice, texts)
     _count(run, lines)
     enter(run, spent)
     privacy = run.manifest["experiment"].get("privacy")
     write_models(run, fed.model, models)
     run.manifest["models"] = len(models)
     run.note_messages(fed)  # log the messages that asked for the final models
-    for text in method.notices(state):
-        if text not in run.manifest["notices"]:  # a resumed run may have the notice already
-            run.manifest["notices"].append(text)
-            notice(text)
-    for text in failures.sentences(left_out, t):
-        run.note(text)
-        notice(text)
+    known = run.manifest["notices"]  # a resumed run may have the method's notices already
+    _say(run, notice, [text for text in method.notices(state) if text not in known])
+    _say(run, notice, failures.sentences(left_out, t))
     hindsight = overfitting_notices(lines, run.experiment) if of == t else []
     if privacy is None:  # this notice has counts that depend on the clients' rows, and no epsilon covers them
         hindsight += outside(fed.model.module)
-    for text in hindsight:
-        run.note(text)
-        notice(text)
+    _say(run, notice, hindsight)
     result["warnings"] = list(run.manifest["notices"])
     run.manifest["seen"] = exposure_of(run.path / logs.MESSAGES, {(e.round, e.client) for e in fed.excluded}).to_dict()
     run.manifest["guarantee"] = guarantee(run.manifest["ledger"] | {"epsilon": result["epsilon"]}, privacy)
@@ -153,6 +129,39 @@ def finish(
     run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run.write_manifest()
     return result
+
+
+def _say(run: Run, notice: Callable[[str], None], texts: Iterable[str]) -> None:
+    """Write notices into the manifest, and show them."""
+    for text in texts:
+        run.note(text)
+        notice(text)
+
+
+def _more_scores(model: Model, last: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores of the last evaluation that are entries of ``details``."""
+    task = model.task
+    names = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
+    names += [CONFUSION, CLASS_COUNTS, *task.figures]
+    names += [f"local_{key}" for key in (*task.common_figures, *task.figures)]
+    names += ["client_loss", "server_client_loss", "val_loss", "client_metrics"]
+    return {key: by_class(model, last[key]) for key in names if key in last}
+
+
+def _of_rounds(experiment: Experiment, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the coding errors of all rounds, and the last scores that clients measured before an aggregation."""
+    found: dict[str, Any] = {}
+    if coded := [line["transport"] for line in lines if "transport" in line]:
+        from fedfm.core.transport import over_rounds
+        from fedfm.linalg.quantised import BLOCK
+
+        precision = experiment.run.transport
+        block = {"block": BLOCK} if precision == "int8" else {}
+        found["transport"] = {"precision": precision} | block | over_rounds(coded)
+    if experiment.run.local_scores:
+        for key in (BEFORE, LOSS_BEFORE):
+            found[key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
+    return found
 
 
 def by_class(model: Model, value: Any) -> Any:
@@ -211,16 +220,16 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
         found["macs"] = None  # the cohort of a round without a line is unknown
         return
     costs = Costs(*(found[key] for key in ("macs_per_sample", "macs_once_per_sample", "epochs", "samples")))
-    cohorts, beside = ([line.get(key, 0.0) for line in lines if line["round"]] for key in ("cohort", PASSES))
-    found["macs"] = costs.tmac(cohorts, beside)
-    if any(beside):
+    cohorts, passes = ([line.get(key, 0.0) for line in lines if line["round"]] for key in ("cohort", PASSES))
+    found["macs"] = costs.tmac(cohorts, passes)
+    if any(passes):
         visits = sum(map(len, cohorts))
         found["macs_per_client_round"] = (found["macs"] - costs.once(cohorts)) / visits
     target = run.experiment.run.target_accuracy
     if target is not None:
         rounds = rounds_to(target, [(line["round"], line.get("accuracy")) for line in lines])
         found |= {"target_accuracy": target, "rounds_to_target": rounds}
-        found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
+        found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], passes)
 
 
 def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class Run:
             "seconds": seconds,
             "excluded": [asdict(e) for e in fed.excluded],
             "cohort": list(fed.cohort),
-            "underway": {client: list(at) for client, at in fed.underway.items()},
+            "underway": {client: list(at) for client, at in fed.in_flight.items()},
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
             "experiment": to_json({k: v for k, v in self.manifest["experiment"].items() if k not in ("name", "data")}),
@@ -285,14 +285,14 @@ class Run:
         t = -1 if record is None else record["round"]
         last = max((line["round"] for line in self.metrics()), default=-1)
         if damaged:
-            self._went_back([path.name for path in damaged], "damaged", t)
+            self._note_rollback([path.name for path in damaged], "damaged", t)
         elif last > t:
-            self._went_back([self.checkpoint(last).name], "missing", t)
+            self._note_rollback([self.checkpoint(last).name], "missing", t)
         for gap in logs.cut(self.path, record):
             self.note(gap)
         return record
 
-    def _went_back(self, names: Sequence[str], how: str, t: int) -> None:
+    def _note_rollback(self, names: Sequence[str], how: str, t: int) -> None:
         what = f"{' and '.join(names)} {'was' if len(names) == 1 else 'were'} {how}"
         self.note(f"{what}: the run {f'continues after round {t}' if t >= 0 else 'starts over'}")
 

@@ -150,7 +150,7 @@ class _Supervisor:
         """Watch the server, and end the workers of runs that end there."""
         kit = self._kit
         lookout = Lookout(kit.server, kit.folder / "ca.crt", self._tell)
-        self._hopeful = lambda: lookout.hopeful
+        self._hopeful = lambda: lookout.may_connect
         runs = self._state / client_stub.RUNS
         watch = RunWatch(runs, self._over, lambda: lookout.clear, self._note)
         watch.start()

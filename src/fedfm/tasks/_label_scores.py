@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.errors import E_FIELD, ClientFault
+from fedfm.tasks._sums import entries, mean_of_known
 
 Array = np.ndarray
 Ranks = list[int]  # triples (place, rows with the label, rows without it); the places, of label and logit, ascend
@@ -194,12 +195,6 @@ def f1_by_label(labelled: Sequence[float], found: Sequence[float], right: Sequen
     return [2 * r / n if n else None for r, n in zip(right, both.tolist(), strict=True)]
 
 
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are defined; None if no value is defined."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     """All scores that follow from the sums of :class:`fedfm.tasks.multi_label.MultiLabel`; {} without rows.
 
@@ -207,11 +202,11 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     """
     if sums["rows"] == 0:
         return {}
-    labelled, found, right = (_numbers(sums[key]) for key in ("positives", "predicted_positives", "true_positives"))
+    labelled, found, right = (entries(sums[key]) for key in ("positives", "predicted_positives", "true_positives"))
     known = all(map(math.isfinite, (*labelled, *found, *right)))
     f1 = f1_by_label(labelled, found, right) if known else []
     total = sum(labelled) + sum(found)
-    ranks = _numbers(sums["ranks"])
+    ranks = entries(sums["ranks"])
     of = _by_label(ranks, len(labelled)) if known and all(map(math.isfinite, ranks)) else []
     aurocs = [auroc(positive, negative) for _, positive, negative in of]
     precisions = [average_precision(positive, negative) for _, positive, negative in of]
@@ -233,10 +228,6 @@ def coarse_scores(reply: Mapping[str, Any]) -> Mapping[str, Any]:
         return reply
     ranks = coarse_ranks(reply["ranks"], len(reply["positives"]))
     return {**reply, "ranks": ranks, **scores({**reply, "rows": reply["n"], "ranks": ranks})}
-
-
-def _numbers(value: Any) -> list[float]:
-    return list(value) if isinstance(value, list | tuple) else [math.nan]
 
 
 def best_thresholds(ranks: Sequence[float], labels: int) -> list[float | None]:

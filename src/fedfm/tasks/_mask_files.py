@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.core.attachments import Attachment
+from fedfm.core.attachments import Attachment, readable
 from fedfm.data import picture_ends, pictures
 from fedfm.errors import InputError
 
@@ -71,7 +71,7 @@ def _colours(mask: Attachment, numbers: Sequence[int]) -> dict[int, tuple[int, .
     """The palette's colour of each of these numbers; {} for a mask without a palette."""
     from PIL import Image
 
-    with Image.open(_open(mask)) as picture:
+    with Image.open(readable(mask.source)) as picture:
         flat = (picture.getpalette() or []) if picture.mode == "P" else []
     return {n: tuple(flat[3 * n : 3 * n + 3]) for n in numbers if len(flat) >= 3 * n + 3}
 
@@ -90,7 +90,7 @@ def size_of(image: Attachment) -> tuple[int, int]:
     from PIL.Image import Transpose
 
     swaps = (Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
-    with Image.open(_open(image)) as picture:
+    with Image.open(readable(image.source)) as picture:
         if picture.format == "TIFF":  # Pillow turns a TIFF when it loads the pixels
             picture.load()
         width, height = picture.size
@@ -108,7 +108,7 @@ def read(mask: Attachment) -> np.ndarray:
     if fault := pictures.look(mask.source).fault:
         raise InputError(f"the mask {mask}: {fault}")
     try:
-        with picture_ends.refuse_cut(), Image.open(_open(mask)) as picture:
+        with picture_ends.refuse_cut(), Image.open(readable(mask.source)) as picture:
             _check(picture, mask)
             raw = str(picture.tile[0][-1]) if picture.tile else ""
             picture.load()
@@ -130,10 +130,6 @@ def _check(picture: Any, mask: Attachment) -> None:
     if picture.mode not in _MODES:
         what = "colours" if picture.mode.startswith(("RGB", "CMYK", "YCbCr")) else f"pixels of mode {picture.mode}"
         raise InputError(f"the mask {mask} has {what}; {wanted}")
-
-
-def _open(file: Attachment) -> Any:
-    return io.BytesIO(file.source) if isinstance(file.source, bytes) else file.source
 
 
 def png(numbers: np.ndarray) -> bytes:

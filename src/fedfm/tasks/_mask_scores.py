@@ -21,6 +21,7 @@ from fedfm.core.rows import Rows
 from fedfm.data.table import Table
 from fedfm.models.preprocessing import IGNORE
 from fedfm.tasks import _mask_files
+from fedfm.tasks._sums import entries, mean_of_known
 
 if TYPE_CHECKING:
     from fedfm.models.network import Network
@@ -111,7 +112,7 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     """
     if sums["pixels"] == 0:
         return {}
-    there, found, right = (_numbers(sums[name]) for name in _COUNTS)
+    there, found, right = (entries(sums[name]) for name in _COUNTS)
     known = all(map(math.isfinite, (*there, *found, *right)))
     both = [a + b for a, b in zip(there, found, strict=False)] if known else []
     iou = [r / (n - r) if n else None for r, n in zip(right, both, strict=False)]
@@ -119,20 +120,11 @@ def scores(sums: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "accuracy": sum(right) / sums["pixels"] if known else None,
         "loss": sums["loss_of_pixels"] / sums["pixels"],
-        "mean_iou": _mean(iou),
-        "dice": _mean(dice),
+        "mean_iou": mean_of_known(iou),
+        "dice": mean_of_known(dice),
         "iou_by_class": iou or None,
         "dice_by_class": dice or None,
     }
-
-
-def _numbers(value: Any) -> list[float]:
-    return list(value) if isinstance(value, list | tuple) else [math.nan]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _parts(rows: Rows) -> Iterator[Rows]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfm.core.client import MAX_WEIGHT
-from fedfm.core.row_targets import FigureTable, RowTargets
+from fedfm.core.row_targets import RowTargets
 from fedfm.core.text import listing
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
@@ -38,7 +38,6 @@ _ROUNDING = 1e-15  # the mean of equal numbers is rounded: it differs from them 
 _SCALED_BINS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # edges of bins of targets for a survey, in deviations from the mean
 _PLAIN_BINS = (-1000.0, -100.0, -10.0, -1.0, 0.0, 1.0, 10.0, 100.0, 1000.0)  # the same without a known scale
 _LOST = 1e-3  # largest distance of two neighbouring outputs, in deviations, at which means are added to the bias
-_SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -324,36 +323,3 @@ def about_outputs(means: Sequence[float], scales: Sequence[float]) -> str:
 
 def _text_of(values: Sequence[float]) -> str:
     return repr(values[0]) if len(values) == 1 else str(list(values))
-
-
-def tables(figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
-    """A table of the targets' scores, on the global test rows, or else on the clients' test rows."""
-    whose = "" if figures.get("mse_by_target") else "local_"
-    if not figures.get(f"{whose}mse_by_target"):
-        return []
-    where = "the global test rows" if not whose else "the clients' test rows, each by its client's model"
-    rows = []
-    for j, name in enumerate(classes):
-        cells = []
-        for figure in ("mse", "mae", "r2"):
-            value, error = (_entry(figures.get(f"{whose}{figure}{part}_by_target"), j) for part in ("", "_se"))
-            cells.append("-" if value is None else f"{value:.4g}{_interval(value, error, figure)}")
-        rows.append((name, *cells))
-    note = (
-        f"On {where}. In brackets: intervals of 95 % over rows, estimate +- 1.96 standard errors (for R2 by the delta "
-        "method); they take rows as independent, and the model as given."
-    )
-    return [FigureTable("Errors by target", ("target", "MSE", "MAE", "R2"), tuple(rows), note)]
-
-
-def _entry(values: Any, j: int) -> float | None:
-    found = list(values.values()) if isinstance(values, Mapping) else values
-    return found[j] if isinstance(found, list) and j < len(found) else None
-
-
-def _interval(value: float, error: float | None, figure: str) -> str:
-    if error is None:
-        return ""
-    low, high = value - _SURE * error, value + _SURE * error
-    low, high = (low, min(high, 1.0)) if figure == "r2" else (max(low, 0.0), high)
-    return f" [{low:.4g}, {high:.4g}]"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.attachments import Attachment
+from fedfm.core.attachments import Attachment, readable
 from fedfm.data.table import Table
 from fedfm.errors import InputError, MissingExtra
 from fedfm.models.images import room
@@ -60,7 +60,7 @@ def look(recording: Attachment, where: str) -> Format:
     """
     soundfile = _library("soundfile")
     try:
-        found = soundfile.info(_file(recording))
+        found = soundfile.info(readable(recording.source))
     except (RuntimeError, TypeError) as error:  # soundfile's own errors are RuntimeErrors
         raise InputError(f"{where}: {recording} is no recording ({_first_line(error)}); {_FORMATS}") from None
     if not found.frames:
@@ -147,7 +147,7 @@ def _read(recording: Attachment, seconds: float) -> tuple[np.ndarray, int]:
     """The beginning of a recording, float32 (samples, channels), and its sample rate; :func:`sound` has the errors."""
     soundfile = _library("soundfile")
     try:
-        with soundfile.SoundFile(_file(recording)) as file:
+        with soundfile.SoundFile(readable(recording.source)) as file:
             own = int(file.samplerate)
             found = file.read(int(np.ceil(seconds * own)), dtype="float32", always_2d=True)  # (samples, channels)
     except (RuntimeError, TypeError) as error:
@@ -155,10 +155,6 @@ def _read(recording: Attachment, seconds: float) -> tuple[np.ndarray, int]:
     if not len(found) or not np.isfinite(found).all():
         raise InputError(f"{recording} holds {'numbers that are not finite' if len(found) else 'no sound'}")
     return found, own
-
-
-def _file(recording: Attachment) -> Any:
-    return io.BytesIO(recording.source) if isinstance(recording.source, bytes) else recording.source
 
 
 def _first_line(error: BaseException) -> str:

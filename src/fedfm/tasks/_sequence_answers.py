@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm.core.rows import Rows, blank
+from fedfm.core.rows import Batch, Rows, blank
 from fedfm.data.table import Table
 from fedfm.errors import InputError, MissingExtra
 from fedfm.models.memory_budget import by_tokens, in_halves, warn
 from fedfm.models.precision import reduced_precision
-from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
+from fedfm.models.preprocessing import LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
-from fedfm.models.text_metrics import Answer, compare_texts, of_answers, of_tokens
+from fedfm.models.text_metrics import Answer, compare_texts, of_answers, of_tokens, sum_tokens
 from fedfm.models.trained import Scores, Trained
 from fedfm.tasks import _languages, _sequence_rows
 from fedfm.tasks._sums import mean
@@ -85,19 +85,10 @@ def _frames(rows: Rows) -> int:
 
 
 def _count_tokens(model: Network, rows: Rows, batch_size: int) -> dict[str, float]:
-    def sums(size: int) -> tuple[float, int, int]:
-        total, hits, tokens = 0.0, 0, 0
-        with torch.no_grad(), model.evaluating():
-            for batch in rows.batches(size):
-                said, targets = model.flat(model.logits(batch), batch)
-                counts = targets != IGNORE
-                total += float(F.cross_entropy(said, targets, ignore_index=IGNORE, reduction="none").double().sum())
-                hits += int((said.argmax(-1) == targets)[counts].sum())
-                tokens += int(counts.sum())
-        return total, hits, tokens
+    def predict(batch: Batch) -> tuple[Tensor, Tensor]:
+        return model.flat(model.logits(batch), batch)
 
-    (total, hits, tokens), _ = in_halves(_size(model, rows, batch_size), sums, warn)
-    return {"tokens": tokens, "right_tokens": hits, "loss_of_tokens": total}
+    return sum_tokens(model, rows, _size(model, rows, batch_size), predict)
 
 
 def logits(model: Network, rows: Rows, batch_size: int) -> Tensor:

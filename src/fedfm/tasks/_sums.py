@@ -17,6 +17,17 @@ def mean(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are defined; None if no value is defined."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def entries(value: Any) -> list[float]:
+    """The entries of a sum that is a list; a single NaN for a sum that is not known."""
+    return list(value) if isinstance(value, list | tuple) else [math.nan]
+
+
 def add(parts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """For each of the names, the sum over all parts; NaN if one of the parts does not have this sum."""
     some = [numbers(part, names) for part in parts]

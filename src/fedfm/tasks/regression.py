@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedfm.linalg.params import Params
     from fedfm.models.network import Network
 
+_SURE = 1.959963984540054  # half the width of a 95 % interval, in standard errors
 _LEAST = 3  # smallest number of training rows whose sums a silo sends
 _BY_TARGET = tuple(f"{name}{part}_by_target" for part in ("", "_se") for name in ("mse", "mae", "r2"))
 
@@ -186,6 +187,35 @@ class Regression(OwnTargetsTask):
         return _calibration.plots(figures, classes, self.target_means, self.target_scales)
 
     def tables(self, figures: Mapping[str, Any], classes: Sequence[str]) -> list[FigureTable]:
-        from fedfm.tasks import _numbers
+        """A table of the targets' scores, on the global test rows, or else on the clients' test rows."""
+        from fedfm.core.row_targets import FigureTable
 
-        return _numbers.tables(figures, classes)
+        whose = "" if figures.get("mse_by_target") else "local_"
+        if not figures.get(f"{whose}mse_by_target"):
+            return []
+        where = "the global test rows" if not whose else "the clients' test rows, each by its client's model"
+        rows = []
+        for j, name in enumerate(classes):
+            cells = []
+            for figure in ("mse", "mae", "r2"):
+                value, error = (_entry(figures.get(f"{whose}{figure}{part}_by_target"), j) for part in ("", "_se"))
+                cells.append("-" if value is None else f"{value:.4g}{_interval(value, error, figure)}")
+            rows.append((name, *cells))
+        note = (
+            f"On {where}. In brackets: intervals of 95 % over rows, estimate +- 1.96 standard errors (for R2 by the "
+            "delta method); they take rows as independent, and the model as given."
+        )
+        return [FigureTable("Errors by target", ("target", "MSE", "MAE", "R2"), tuple(rows), note)]
+
+
+def _entry(values: Any, j: int) -> float | None:
+    found = list(values.values()) if isinstance(values, Mapping) else values
+    return found[j] if isinstance(found, list) and j < len(found) else None
+
+
+def _interval(value: float, error: float | None, figure: str) -> str:
+    if error is None:
+        return ""
+    low, high = value - _SURE * error, value + _SURE * error
+    low, high = (low, min(high, 1.0)) if figure == "r2" else (max(low, 0.0), high)
+    return f" [{low:.4g}, {high:.4g}]"

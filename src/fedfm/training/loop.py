@@ -41,14 +41,14 @@ class Flat:
         self.g, self._live = torch.empty(0), tuple(live.values())
         for tensor, piece in self._pieces():
             tensor.data = self.p[piece].view(tensor.shape)
-        self.wake()
+        self.allocate_gradients()
 
     @property
     def lean(self) -> bool:
         """Whether the model is so large that its gradients are freed between two steps."""
         return self.p.nbytes >= pages.LARGE
 
-    def wake(self) -> None:
+    def allocate_gradients(self) -> None:
         """Allocate gradients of 0."""
         if len(self.g) != len(self.p):
             self.g = torch.zeros_like(self.p)
@@ -58,7 +58,7 @@ class Flat:
     def clear(self) -> None:
         """Set the gradients to 0. For a large model they are freed, and the next backward pass allocates them again."""
         if not self.lean:
-            self.wake()
+            self.allocate_gradients()
             self.g.zero_()
             return
         self.g = torch.empty(0)
@@ -127,7 +127,7 @@ def flat_of(model: Model) -> Flat:
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
         flat = _flats[model] = Flat(live)
-    flat.wake()
+    flat.allocate_gradients()
     return flat
 
 
@@ -172,13 +172,13 @@ def _train(job: Job) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
-            for p, value in zip(frozen.values(), values, strict=True):  # undoes this step for frozen tensors
+            for p, value in zip(frozen.values(), values, strict=True):  # frozen tensors get back their values
                 p.data.copy_(value)
             flat.clear()
             seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = float(total) / max(seen, 1)
-    del rule, start, correction, values, backward  # frees memory for the result
+    del rule, start, correction, values, backward  # makes room for the result
     if large:
         buffers.give_back()
     trained: Params = model.params()
@@ -200,11 +200,11 @@ class _Backward:
         if getattr(self.model, "mixes_rows", ""):
             return self._add(rows, index, size)
 
-        def afresh(size: int) -> Tensor:
+        def add_again(size: int) -> Tensor:
             self.flat.clear()
             return self._add(rows, index, size)
 
-        loss, fit = in_halves(size, afresh, self._say)
+        loss, fit = in_halves(size, add_again, self._say)
         self.most = fit if fit < size else self.most
         return loss
 

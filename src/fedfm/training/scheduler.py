@@ -89,7 +89,7 @@ def least(model: Model | None) -> int:
     return _HEADS[1] if cached_head.applies(model) else -(-packed.width(model) // 2)
 
 
-def compiles(model: Model, local: Local | None = None) -> bool:
+def compiles(model: Model, local: Local | None) -> bool:
     """Whether training this model loads loops that numba compiles."""
     return cached_head.applies(model) and (local is None or _is_plain(local))
 
@@ -117,7 +117,7 @@ def trains_in_batches(model: Model | None) -> bool:
     return not cached_head.applies(model) and packed.width(model) > 1
 
 
-def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
+def run_chunk(calls: Sequence[Callable[[], Any]], together: bool) -> list[Any]:
     """Run handlers with batched local training, or one after the other.
 
     An exception of a handler takes the place of its result; only KeyboardInterrupt is raised.

@@ -6,9 +6,8 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SHARE = (
-    0.05  # a point counts as a copy of a row if it is nearer than this fraction of the typical distance of neighbours
-)
+SHARE = 0.05  # a point is a copy of a row if it is nearer than this fraction of the typical distance of neighbours
+MOST = 1000  # largest number of rows from which the typical distance is computed
 NAMED = 1000  # largest number of copies that the detail of a finding lists
 
 
@@ -26,12 +25,12 @@ def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
     return index, exact
 
 
-def typical_gap(rows: Array, most: int = 1000) -> float:
+def typical_gap(rows: Array) -> float:
     """Median distance from a row (n, d) to the nearest row that differs from it; 0 if no row differs.
 
-    It uses at most ``most`` rows, evenly spread.
+    It uses at most :data:`MOST` rows, evenly spread.
     """
-    rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
+    rows = rows[:: -(-len(rows) // MOST)] if len(rows) > MOST else rows
     rows = np.unique(rows.astype(np.float64), axis=0)
     if len(rows) < 2:
         return 0.0

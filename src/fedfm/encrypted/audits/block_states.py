@@ -95,19 +95,19 @@ def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -
     return _states(population, population.federated.table, index)
 
 
-def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
+def of_photographs(population: Partitioned, seed: int) -> States:
     """Compute states of squares from the two photographs in scikit-learn, which are not rows of any client."""
     rng = seeds.generator(seed, "audit", "photographs")
     photographs = two_photographs()
     cut = []
-    for _ in range(count):
+    for _ in range(OTHERS):
         photograph = photographs[rng.integers(len(photographs))]
         side = int(rng.integers(48, 200))
         y, x = (int(rng.integers(size - side)) for size in photograph.shape[:2])
         cut.append(np.asarray(Image.fromarray(photograph[y : y + side, x : x + side]).resize((64, 64))))
     classes = population.federated.table.classes
-    table = Table("image", np.stack(cut), None, classes, np.full(count, "test"))
-    return _states(population, table, np.arange(count))
+    table = Table("image", np.stack(cut), None, classes, np.full(OTHERS, "test"))
+    return _states(population, table, np.arange(OTHERS))
 
 
 def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:

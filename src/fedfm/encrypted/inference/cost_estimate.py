@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core.durations import duration_text
 from fedfm.encrypted.ckks import slot_permutation
 from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, distance
 from fedfm.encrypted.ckks.ring import SECURE_BITS, Parameters
@@ -90,7 +91,7 @@ class EncryptedPlan:
             ),
             ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed, {HOLDS_WHILE}"),
             ("seconds per block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
-            ("all batches", f"{_span(self.seconds)} on one core"),
+            ("all batches", f"{duration_text(self.seconds)} on one core"),
         ]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
@@ -199,13 +200,3 @@ def _maps(folded: FoldedModel, kind: Released, parameters: Parameters, permuted:
     if kind.projection is not None and not permuted:
         out[(*kind.projection.shape, messages.RELEASE_LIMBS)] += len(folded.blocks)
     return out
-
-
-def _span(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedfm.core.client import ClientId, each
 from fedfm.core.crossing import Crossing
+from fedfm.core.durations import duration_text
 from fedfm.core.federation import Federation
 from fedfm.encrypted.protocol import text_rows
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
@@ -120,7 +121,7 @@ class ForwardPass:
         if part > 0 and now - self._reported > _OFTEN and now - self._begun > _OFTEN:
             self._reported = now
             left = (now - self._begun) * (1 - part) / part
-            self.fed.tell(f"{what}: {part:.0%}, about {_span(left)} left")
+            self.fed.tell(f"{what}: {part:.0%}, about {duration_text(left)} left")
 
 
 def _input_of(model: SideModel) -> dict[str, Any]:
@@ -159,13 +160,3 @@ def token_states(model: SideModel, pixels: Tensor) -> Tensor:
 
 def _limits(model: SideModel) -> dict[str, float]:
     return limits_of(model.frozen_parts[0].module)
-
-
-def _span(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )

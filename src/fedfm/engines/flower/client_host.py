@@ -206,7 +206,7 @@ class ClientHost:
                     answers.keep(sent, question.asked, head, data)
             if self._own is not None:
                 self._own.leaves(question, (head, data), self.experiment, blank)
-            return self._telling(head), data
+            return self._with_cached_names(head), data
         except ClientFault as bad:
             fault = bad
         except (Exception, SystemExit) as error:
@@ -222,7 +222,7 @@ class ClientHost:
             self._own.log_refusal(handler, fault)
         why = {"code": fault.code, "reason": fault.reason[:400]}
         head, data = _halves({"round": round, "call": call, "fault": why})
-        return self._telling(head), data
+        return self._with_cached_names(head), data
 
     def _payload(self, handler: str, body: Any) -> Any:
         """The payload of a message, if the silo's policy permits the message."""
@@ -249,7 +249,7 @@ class ClientHost:
         _ = self.silos  # first, so that a silo that has not agreed answers with this reason
         return self._answers if self.experiment.run.asynchronous is not None else None
 
-    def _telling(self, head: str) -> str:
+    def _with_cached_names(self, head: str) -> str:
         """The head of a reply, extended by the hashes of the cached parameters."""
         return head if self._cache is None else codec.with_texts(head, {NAMES: self._cache.names})
 

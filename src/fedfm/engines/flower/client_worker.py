@@ -81,7 +81,7 @@ def _places(folder: Path, count: int) -> list[str | None]:
 
     experiment = tomllib.loads(json.loads((folder / "site.json").read_text(encoding="utf-8"))["experiment"])
     device, run = experiment.get("model", {}).get("device", "auto"), experiment.get("run", {})
-    if not cuda_devices.opens(device):
+    if not cuda_devices.opens_accelerator(device):
         return []
     if device not in ("auto", "cuda") or not torch.cuda.is_available():
         return [None] * count

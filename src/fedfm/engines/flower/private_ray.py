@@ -37,7 +37,7 @@ def simulate(
         backend.BasicActorPool = flowers
 
 
-def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
+def start_ray(workers: int, folder: str, gpus: int) -> None:
     """Start Ray with ``workers`` cores and ``gpus`` GPUs; ``folder`` is for its files.
 
     Raises:

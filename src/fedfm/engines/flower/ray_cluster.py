@@ -65,7 +65,7 @@ class RayCluster:
             f"Ray cluster {self.address}: {len(self.nodes)} nodes ({names}), {devices_}, {self.slots} clients at once"
         )
 
-    def teller(self, tell: Callable[[str], None]) -> Callable[[str, str], None]:
+    def lost_notifier(self, tell: Callable[[str], None]) -> Callable[[str, str], None]:
         """A function that notifies the operator of a lost node, given the ids of the client and of the node."""
 
         def tell_of(client: str, node: str) -> None:

@@ -123,7 +123,7 @@ class Lookout:
         return self._problem == ""
 
     @property
-    def hopeful(self) -> bool:
+    def may_connect(self) -> bool:
         """Whether a node may try to connect: no problem is known that a person must solve first."""
         return self.clear or self._passing
 

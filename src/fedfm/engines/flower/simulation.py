@@ -144,7 +144,7 @@ def _join_cluster(run: Run, ended: threading.Event, notice: Callable[[str], None
 
         for text in cluster.notices:
             tell(text)
-        pool = partial(actor_pool.ActorPool, capacity=cluster.slots, lost=cluster.teller(tell), closed=ended)
+        pool = partial(actor_pool.ActorPool, capacity=cluster.slots, lost=cluster.lost_notifier(tell), closed=ended)
         text = ray_cluster.for_actors(run.experiment)
         yield _Place(cluster.slots, cluster.gpus, text, lambda: None, pool, cluster.silent)
 
@@ -172,7 +172,7 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
     """
     import torch
 
-    if not cuda_devices.opens(device) or not torch.cuda.is_available():
+    if not cuda_devices.opens_accelerator(device) or not torch.cuda.is_available():
         return 0.0, []
     gpus = cuda_devices.visible(os.environ, torch.cuda.device_count())
     each = each or (float(len(gpus)) if device == devices.MAP else 1.0)
@@ -276,7 +276,7 @@ def _end_with(end: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[None]:
+def _ray(workers: int, log: Path, gpus: int) -> Iterator[None]:
     """Run Ray and Flower in a temporary folder."""
     folder = _folder()
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)

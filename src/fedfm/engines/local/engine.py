@@ -212,7 +212,7 @@ def processes(workers: int, device: torch.device) -> int:
     """Number of forked processes for ``run.workers``; on a CPU, 0 means one per core.
 
     If the model is on an accelerator, the number is 1: a child process cannot use one that its parent has opened.
-    On GPUs workers are spawned instead, see :func:`seats`.
+    On GPUs workers are spawned instead, see :func:`visible_devices`.
 
     Raises:
         InputError: several processes are requested on an accelerator that is not a GPU.
@@ -231,7 +231,7 @@ def processes(workers: int, device: torch.device) -> int:
     return 1
 
 
-def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
+def visible_devices(spec: RunSpec, name: str, device: torch.device) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each spawned worker; empty if this process does all work.
 
     Args:
@@ -293,7 +293,7 @@ def start(
         describe(run, population, progress)
         enough(experiment, population.clients)
         silos, device = silos_of(run, population), population.model.device
-        places = seats(spec, experiment.model.device, device) if given is None else []
+        places = visible_devices(spec, experiment.model.device, device) if given is None else []
         start = None
         if places:
             from fedfm.engines.local.spawned import spawn

@@ -38,7 +38,7 @@ from fedfm.models.model import Model
 PIECE = 64  # rows scored at a time
 
 
-class Filed:
+class FileRows:
     """Rows (n, ...) in an unnamed file. They use memory only while they are read."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Known:
 
     W_g: Params
     V_g: Tensor = field(default_factory=lambda: torch.zeros(0))
-    states: dict[int, Filed | None] = field(default_factory=dict)
+    states: dict[int, FileRows | None] = field(default_factory=dict)
 
 
 # Two caches for each model: the global expert's outputs for sets of images, with the hash of a set's images as key,
@@ -107,7 +107,7 @@ class Experts:
         with install(self.model, self.W_g), merge(self.model):
             for V, states in images_with_states(self.model, self.rows, self.k):
                 if not V_g and self._room(states[0].nbytes * len(self.rows)):
-                    filed = Filed()
+                    filed = FileRows()
                 if filed is not None and not filed.append(states):
                     filed = None
                 V_g.append(V)
@@ -153,7 +153,7 @@ class Experts:
         return self.of_global(index) @ self.T_g.T, V_i @ T_i.T
 
 
-def _nbytes(states: Mapping[int, Filed | None]) -> int:
+def _nbytes(states: Mapping[int, FileRows | None]) -> int:
     return sum(filed.nbytes for filed in states.values() if filed is not None)
 
 
@@ -180,7 +180,7 @@ def _equal(a: Params, b: Params) -> bool:
     return a is b or (a.layout == b.layout and all(torch.equal(t, b.flats[d]) for d, t in a.flats.items()))
 
 
-def differing(model: Model, W_g: Params, W_i: Params) -> int:
+def differing_layers(model: Model, W_g: Params, W_i: Params) -> int:
     """The smallest k such that the experts differ only in the top k layers; the states below these layers are equal."""
     encoders = model.parts.encoders
     changed = {
@@ -214,7 +214,7 @@ def check_mixture(w: Params, model: DualModel, gating: Gating) -> None:
 def mixture_logits(model: DualModel, w: Params, rows: Rows, gating: Gating) -> Tensor:
     """Logits S O of equation 6, (n, C), from the experts and the gate in w."""
     W_g, W_i = w.part(GLOBAL), w.part(LOCAL)
-    k = differing(model, W_g, W_i)
+    k = differing_layers(model, W_g, W_i)
     Z, done, both = w.part(GATE), list[Tensor](), Experts(model, W_g, rows, k, gating.backbone)
     gate = gating.load(model, Z).eval()
     trunk = trunk_of(Z, model.device)

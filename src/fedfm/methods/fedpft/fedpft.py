@@ -39,7 +39,7 @@ from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, check_errors, checker, mixtures_of, shuffle
-from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
+from fedfm.methods.fedpft.topology import ForwardedSummary, PeerReply, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy import noise
@@ -48,7 +48,7 @@ from fedfm.privacy.spec import PrivacySpec, need
 from fedfm.training import fit_head
 from fedfm.training.fit_head import HeadSpec
 
-__all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
+__all__ = ["FedPFT", "ForwardedSummary", "Noised", "PeerReply", "State", "Summary"]
 
 KEEP = 1 << 26  # largest number of synthetic values to keep in memory; if there are more, every pass draws them again
 
@@ -161,16 +161,16 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
         return [f.mixture for f in fits]
 
     @on_client
-    def pass_on(self, client: Client, received: list[Handed]) -> Passed:
+    def pass_on(self, client: Client, received: list[ForwardedSummary]) -> PeerReply:
         """Section 4.2: EM on F^{i,c} and on samples from the received mixtures; also train a head on the same rows."""
         return self._hand_on(client, received, *(t.numpy() for t in rows_of(client)))
 
     @on_client
-    def pass_noisy(self, client: Client, received: list[Handed]) -> Passed:
+    def pass_noisy(self, client: Client, received: list[ForwardedSummary]) -> PeerReply:
         """As :meth:`pass_on`, with draws from the client's noisy release instead of its rows (post-processing)."""
         return self._hand_on(client, received, *private.draw_rows(client, self._plan))
 
-    def _hand_on(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
+    def _hand_on(self, client: Client, received: list[ForwardedSummary], x: np.ndarray, y: np.ndarray) -> PeerReply:
         drawn = Synthetic(mixtures_of([h.summary for h in received]), self.samples, client.seed)
         blocks = [(x, y), *((a.numpy(), b.numpy()) for a, b in drawn())]
         everything, labels = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
@@ -181,7 +181,7 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
         if len(labels):
             rows = torch.from_numpy(everything), torch.from_numpy(labels)
             w, b = fit_head.fit_rows(*rows, classes, self.head, client.seed, missed)
-        return Passed(summary, head_of(client.model, w, b), missed.metrics)
+        return PeerReply(summary, head_of(client.model, w, b), missed.metrics)
 
     @on_client
     def release(self, client: Client) -> Noised:
@@ -345,25 +345,14 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
 
     def validate(self) -> None:
         if self.counts == "withheld":
-            rules.check_withheld_counts(
-                samples=self.samples,
-                topology=self.topology,
-                bound=self.bound,
-                verify=self.verify,
-                covariance=self.covariance,
-                min_count=self.min_count,
-            )
+            rules.check_withheld_counts(vars(self))
         rules.check_topology(self.topology, self.edges, shuffle=self.shuffle, bound=self.bound)
 
     def settle(self, privacy: PrivacySpec | None) -> Self:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
-        if None not in (self.covariance, self.components):
-            return self
-        return replace(
-            self,
-            covariance=covariance if self.covariance is None else self.covariance,
-            components=components if self.components is None else self.components,
-        )
+        unset: dict[str, Any] = {"covariance": covariance, "components": components}
+        unset = {key: value for key, value in unset.items() if getattr(self, key) is None}
+        return replace(self, **unset) if unset else self
 
     def protect(self, privacy: PrivacySpec) -> Self:
         method = copy.copy(self.settle(privacy))

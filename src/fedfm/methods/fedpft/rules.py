@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fedfm.errors import Faults, InputError
@@ -30,39 +30,40 @@ def check_topology(topology: str, edges: Sequence[Sequence[str]], *, shuffle: bo
     topological({n: [a for a, b in edges if b == n] for n in names})
 
 
-def check_withheld_counts(
-    *, samples: int, topology: str, bound: bool, verify: bool, covariance: str | None, min_count: int
-) -> None:
+def check_withheld_counts(method: Mapping[str, Any]) -> None:
     """Refuse settings that would reveal the counts, for ``counts = "withheld"``.
+
+    Args:
+        method: the settings of the method by name.
 
     Raises:
         InputError: it names the key and a valid value.
     """
-    if not samples or topology != "star" or bound:
+    if not method["samples"] or method["topology"] != "star" or method["bound"]:
         raise InputError(
             'method.samples: counts = "withheld" needs a number of draws, topology "star" and no bound',
             key="method.samples",
         )
-    if verify:
+    if method["verify"]:
         raise InputError(
             'method.verify: it makes clients send their numbers of rows; with counts = "withheld" drop verify',
             key="method.verify",
         )
-    if covariance == "full":
+    if method["covariance"] == "full":
         raise InputError(
             'method.covariance = "full": the rank of a covariance matrix reveals the number of rows; with '
             'counts = "withheld" expected spherical, diag',
             key="method.covariance",
         )
-    if min_count < 2:
+    if method["min_count"] < 2:
         raise InputError(
-            f"method.min_count = {min_count}: a class of one row has no variance, which reveals its size; with "
-            'counts = "withheld" expected at least 2',
+            f"method.min_count = {method['min_count']}: a class of one row has no variance, which reveals its size; "
+            'with counts = "withheld" expected at least 2',
             key="method.min_count",
         )
 
 
-def check_private(privacy: PrivacySpec, method: dict[str, Any]) -> None:
+def check_private(privacy: PrivacySpec, method: Mapping[str, Any]) -> None:
     """Refuse settings with which FedPFT cannot give the guarantee of the [privacy] table.
 
     Args:

@@ -16,7 +16,7 @@ from fedfm.methods.fedpft.summary import Summary
 
 
 @dataclass(frozen=True)
-class Handed:
+class ForwardedSummary:
     """A client's message to its successors: a summary, and the names of the clients whose rows are in it."""
 
     origins: list[str]
@@ -24,7 +24,7 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PeerReply:
     """A client's reply in a decentralised run: a summary for its successors, its own head, and metrics of the fit."""
 
     summary: Summary
@@ -37,7 +37,7 @@ class Passed:
 
 def carry(
     fed: Federation, handler: Any, parents: Mapping[ClientId, Sequence[ClientId]], check: Callable[[Summary], None]
-) -> tuple[dict[ClientId, Handed], dict[ClientId, Params], list[str]]:
+) -> tuple[dict[ClientId, ForwardedSummary], dict[ClientId, Params], list[str]]:
     """Ask each client after its parents have answered, and send it the parents' messages.
 
     Returns:
@@ -48,16 +48,16 @@ def carry(
         RunError: too few clients sent a message, see :meth:`Federation.enough`.
     """
 
-    def both(passed: Passed) -> None:
+    def both(passed: PeerReply) -> None:
         check(passed.summary)
         if passed.head.layout is not fed.model.layout:
             raise ClientFault(E_SHAPE, "a head of another shape")
 
-    sent: dict[ClientId, Handed] = {}
+    sent: dict[ClientId, ForwardedSummary] = {}
     heads: dict[ClientId, Params] = {}
     dropped = []
     for client in topological(parents):
-        handed: list[Handed] = []
+        handed: list[ForwardedSummary] = []
         for h in sorted((sent[p] for p in parents[client] if p in sent), key=lambda h: -sum(h.summary.counts)):
             if any(set(h.origins) & set(other.origins) for other in handed):
                 dropped.append(f"{client}: the summary of {h.origins[-1]}, which counts a client's rows twice")
@@ -68,7 +68,7 @@ def carry(
             continue  # excluded, with a reason; its successors continue without it
         tell(fed, client, replies[client].metrics)
         origins = [o for h in handed for o in h.origins] + [client]
-        sent[client], heads[client] = Handed(origins, replies[client].summary), replies[client].head
+        sent[client], heads[client] = ForwardedSummary(origins, replies[client].summary), replies[client].head
     if len(sent) < (needed := max(fed.enough(len(parents)), 1)):
         raise RunError(f"{len(sent)} of {len(parents)} clients sent a summary, {needed} are needed (run.min_clients)")
     return sent, heads, dropped

@@ -158,6 +158,46 @@ def _lora(
 
         spec = dataclasses.replace(spec, targets=all_linear(module, parts, new))
     _check_targets(module, spec, parts, new)
+    hits, stacked, targets, excluded = _find_targets(module, spec, parts)
+    transposed = any(type(m).__name__ == "Conv1D" for m in hits.values())
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha if spec.alpha is None or spec.alpha % 1 else int(spec.alpha),
+        lora_dropout=spec.dropout,
+        rank_pattern=dict(spec.rank_pattern or {}),
+        alpha_pattern=dict(spec.alpha_pattern or {}),
+        exclude_modules=excluded or None,
+        init_lora_weights=True if spec.init_lora_weights == "default" else "gaussian",
+        use_dora=spec.dora,
+        use_rslora=spec.rslora,
+        target_modules=[t for t in targets if any(_matches(n, (t,)) for n in hits)] if stacked else targets,
+        target_parameters=stacked or None,
+        modules_to_save=list(new) or None,
+        fan_in_fan_out=transposed,
+        task_type=task.peft_type("text") if task.is_language_model else None,
+    )
+    with peft_alone(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeds.derive(seed, "adaptation"))
+        adapted = wrap(module, config, [n for n in hits if not _within(n, new)])
+    if spec.name == "ffa_lora":
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
+    return adapted
+
+
+def _find_targets(
+    module: nn.Module, spec: AdaptationSpec, parts: Parts
+) -> tuple[dict[str, nn.Module], list[str], list[str], list[str]]:
+    """Which modules LoRA adapts.
+
+    Returns:
+        The adapted modules by path; the paths of adapted stacks of experts; PEFT's targets, and the modules that it
+        leaves out of them.
+
+    Raises:
+        InputError: LoRA would adapt nothing, or would have no effect at a target.
+    """
     targets = list(spec.targets or default_targets(parts))
     experts = stacks(module)
     if spec.layers is not None:
@@ -206,31 +246,7 @@ def _lora(
         )
     for key in ("rank_pattern", "alpha_pattern"):
         _check_pattern(key, getattr(spec, key) or {}, (*hits, *stacked))
-    transposed = any(type(m).__name__ == "Conv1D" for m in hits.values())
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha if spec.alpha is None or spec.alpha % 1 else int(spec.alpha),
-        lora_dropout=spec.dropout,
-        rank_pattern=dict(spec.rank_pattern or {}),
-        alpha_pattern=dict(spec.alpha_pattern or {}),
-        exclude_modules=excluded or None,
-        init_lora_weights=True if spec.init_lora_weights == "default" else "gaussian",
-        use_dora=spec.dora,
-        use_rslora=spec.rslora,
-        target_modules=[t for t in targets if any(_matches(n, (t,)) for n in hits)] if stacked else targets,
-        target_parameters=stacked or None,
-        modules_to_save=list(new) or None,
-        fan_in_fan_out=transposed,
-        task_type=task.peft_type("text") if task.is_language_model else None,
-    )
-    with peft_alone(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seeds.derive(seed, "adaptation"))
-        adapted = wrap(module, config, [n for n in hits if not _within(n, new)])
-    if spec.name == "ffa_lora":
-        for name, parameter in adapted.named_parameters():
-            if ".lora_A." in name:
-                parameter.requires_grad_(False)
-    return adapted
+    return hits, stacked, targets, excluded
 
 
 def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:
