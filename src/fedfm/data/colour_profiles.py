@@ -7,11 +7,8 @@ import struct
 # The colours of sRGB's red, green and blue in the profile connection space (X, Y, Z for D50), as its profiles say.
 _SRGB = {b"rXYZ": (0.4361, 0.2225, 0.0139), b"gXYZ": (0.3851, 0.7169, 0.0971), b"bXYZ": (0.1431, 0.0606, 0.7141)}
 _NEAR = 0.005  # largest difference of a value: programs round sRGB's colours differently
-_HEADER, _ENTRY, _XYZ = (
-    128,
-    12,
-    8,
-)  # bytes before the table of tags; bytes of an entry; bytes before the numbers of a tag
+_HEADER, _ENTRY = 128, 12  # bytes before the table of tags; bytes of one of its entries
+_XYZ = 8  # bytes of a tag before its numbers
 
 
 def is_other(profile: bytes | None) -> bool:

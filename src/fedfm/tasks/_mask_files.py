@@ -80,7 +80,7 @@ def _is_turned(file: Attachment) -> bool:
     """Whether an image is turned or mirrored by its EXIF orientation."""
     from PIL import Image
 
-    with Image.open(_open(file)) as picture:
+    with Image.open(readable(file.source)) as picture:
         return pictures.turn_of(picture) is not None
 
 
