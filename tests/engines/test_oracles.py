@@ -242,6 +242,28 @@ def test_a_question_on_which_the_worker_dies_is_a_line_unless_it_is_answered_aft
     assert list((tmp_path / "north/.fedfm/unanswered").iterdir()) == []
 
 
+def test_a_question_that_is_asked_again_in_other_rounds_costs_what_others_cost(tmp_path, monkeypatch):
+    """The round decides the order of the rows, so that equal or not, refused or dead says more of them each time."""
+    silo = Silo(tmp_path / "north", "[budget]\nrounds = 3")
+    silo.run(method={**FEDAVG, "rounds": 99})
+    assert silo.code(TRAIN, {"w": head(0.0)}) == ""
+    asked = list[int]()
+
+    def dies(t):
+        if (child := os.fork()) == 0:
+            silo._sites["run"]._value = lambda *given: os._exit(9)
+            silo.send(TRAIN, {"w": head(0.0)}, t)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+    assert [dies(t) for t in (2, 3, 4, 5)] == [True, True, False, False]
+    silo._sites["run"]._value = lambda name, handler, body, at: asked.append(at[0])
+    assert {silo.code(TRAIN, {"w": head(0.0)}, t) for t in range(4, 90)} == {"E_REFUSED"}
+    assert asked == []  # no row was read
+    assert [line["fault"] for line in silo.ledger(TRAIN)] == ["", "E_DIED", "E_DIED"]
+    assert silo.rounds() == 3
+
+
 def test_whether_rows_still_fit_is_told_to_few_runs(tmp_path):
     """Runs that a silo agreed to may fit changed rows or not: each of them would be a question that costs nothing."""
     silo = Silo(tmp_path / "north")
@@ -364,7 +386,7 @@ def test_a_question_of_another_round_is_a_second_question_where_the_round_had_on
     assert silo.code("train.Ditto_train", {"w": head(3.0)}, 3) == ""
     codes = [silo.code(SCORES, {"w": head(float(t)), "part": "test"}, 3, 2 + t) for t in (1, 2, 1)]
     assert codes == ["", "E_REFUSED", ""]
-    assert [line["fault"] for line in silo.ledger(SCORES)] == ["", "", "", "E_REFUSED", ""]
+    assert [line["fault"] for line in silo.ledger(SCORES)] == [""] * 4  # the refusal came before rows were read
     shared = silo.run("shared")
     codes = [
         silo.code(SCORES, {"w": head(float(t)), "part": "test"}, at, 1, shared) for t, at in ((1, 1), (2, 2), (1, 2))

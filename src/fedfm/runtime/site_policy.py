@@ -26,7 +26,7 @@ class Question:
 
     Attributes:
         at: round and call.
-        asked: hash of the request, for the silo's ledger.
+        asked: hash of the request, and of its round if the answer may depend on the round, for the silo's ledger.
         part: ``test`` or ``val`` if the request names one of these parts, else "".
     """
 
@@ -36,10 +36,16 @@ class Question:
     part: str = ""
 
     @classmethod
-    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any]) -> Question:
-        """Make the question from a message's body."""
+    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any], *, timeless: bool = False) -> Question:
+        """Make the question from a message's body.
+
+        Args:
+            timeless: whether the answer is the same in every round. Otherwise order of rows, noise, step size and the
+                client's memory follow from the round, so the same message in another round is another question.
+        """
         head, pieces = payload.encode(body)
-        digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
+        at_round = "" if timeless else f"round {at[0]}\n"
+        digest = hashlib.sha256(f"{handler}\n{at_round}{len(head)}\n{head}".encode())
         for piece in pieces:
             digest.update(piece)
         part = body.get("part", "")

@@ -77,7 +77,7 @@ class Entry:
         part: the part of the rows that the question names, test or val; "" if the handler has no such argument.
         form: the form in which the server receives the message: plain or masked.
         bytes: size of the message, as Flower serialises its records.
-        asked: SHA-256 of the question (handler and payload, without round and call).
+        asked: SHA-256 of the question: handler, payload, and the round if the answer may depend on it.
         sha256: SHA-256 of the answer without round and call.
         fault: code of a failure that may depend on rows; "" if there was none. The answer is then a refusal with this
             code, or an empty part of a masked sum.
@@ -212,7 +212,7 @@ class Ledger:
     def admit(self, entry: Entry) -> None:
         """Check before rows are read whether an answer may leave.
 
-        A repeated question always passes. Its answer is checked by :meth:`enter`.
+        A repeated question always passes: its answer is the same, and :meth:`enter` checks that.
 
         Args:
             entry: the answer's entry, as far as it is known.

@@ -42,11 +42,14 @@ from fedfm.privacy.exposure import HELLO, WORDS
 from fedfm.runtime import row_sums
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
+from fedfm.runtime.predictions import keeps_parts
 from fedfm.runtime.site_policy import Question, SitePolicy, session
 from fedfm.version import __version__
 
+_SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
 _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
@@ -196,7 +199,8 @@ class ClientHost:
             else:
                 body = self._payload(handler, message["body"])
                 if self._own is not None:
-                    question = Question.of(handler, (round, call), body)
+                    timeless = handler == _SCORES and not keeps_parts(self.experiment.method)
+                    question = Question.of(handler, (round, call), body, timeless=timeless)
                     self._own.admit(question, self.experiment)
                     unsettled = question
                 value = self._value(name, handler, body, (round, call))
