@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedfm.config.experiment import Experiment
+from fedfm.config.registry import name_of
+from fedfm.core.method import Method, nested_methods
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault
 from fedfm.privacy.policy import Policy
@@ -52,6 +54,17 @@ class Question:
         return cls(
             handler, at, digest.hexdigest(), part if part in PARTS else ""
         )  # "part" may be any text that the server sends
+
+
+def method_names(experiment: Experiment) -> list[str]:
+    """The names of an experiment's method and of the methods inside it, e.g. FedBaF's base: their halves answer, too."""
+
+    def inside(method: Method[Any]) -> Iterator[str]:
+        for part in nested_methods(method):
+            yield name_of("methods", part)
+            yield from inside(part)
+
+    return [experiment.method_name, *inside(experiment.method)]
 
 
 class SitePolicy(Protocol):

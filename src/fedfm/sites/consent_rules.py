@@ -11,6 +11,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.fields import toml_value
 from fedfm.errors import Faults, quote_names
 from fedfm.privacy.policy import TOLERANCE, Requirements
+from fedfm.runtime.site_policy import method_names
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.silo_config import Silo
 
@@ -30,10 +31,13 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     for key in ("test_fraction", "val_fraction"):
         if not (share := getattr(experiment.data, key)) <= _MOST:
             faults.say(f"data.{key} = {share}: a silo allows at most {_MOST} of its rows", key=f"data.{key}")
-    if silo.allow_methods is not None and experiment.method_name not in silo.allow_methods:
-        text = f'method.name = "{experiment.method_name}": allow_methods is {quote_names(silo.allow_methods)}'
-        faults.say(text, key="method.name")
-    if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
+    names = method_names(experiment)
+    for name in names if silo.allow_methods is not None else ():
+        if name not in silo.allow_methods:
+            text = f'method.name = "{name}": allow_methods is {quote_names(silo.allow_methods)}'
+            within = "" if name == names[0] else f", and {names[0]} contains this method"
+            faults.say(text + within, key="method.name")
+    if experiment.run.local_scores and "scores" not in silo.policy.of(*names):
         text = 'run.local_scores: it discloses the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
