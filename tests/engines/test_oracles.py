@@ -282,10 +282,10 @@ NAMES = ("east", "north", "south")
 
 
 class Agreed:
-    """Three silos that agreed on keys with an honest server."""
+    """Three silos that agreed on keys with an honest server; ``terms`` are of their files."""
 
-    def __init__(self, folder: Path, **tables: Any) -> None:
-        self.silos = {name: Silo(folder / name, name=name) for name in NAMES}
+    def __init__(self, folder: Path, terms: str = "", **tables: Any) -> None:
+        self.silos = {name: Silo(folder / name, terms, name=name) for name in NAMES}
         for silo in self.silos.values():
             silo.run(**tables)
         found = Experiment.from_dict(experiment(**tables), imports=True)
@@ -342,11 +342,28 @@ def test_a_sum_of_another_size_tells_nothing_either(tmp_path):
         assert agreed.part(ASKS, head(-1.0), size) == agreed.part(ASKS, head(50.0), size) == "E_REFUSED"
 
 
+SHARES = {"aggregator": "secagg", "mechanism": "distributed_gaussian", "unit": "client", "clip_norm": 1.0}
+SHARES |= {"target_epsilon": 8.0, "delta": 1e-5}
+
+
+def test_a_run_spends_no_more_than_the_epsilon_that_a_silo_requires(tmp_path):
+    """Each sum has noise of its own, and a server can ask for more sums than the experiment has rounds."""
+    agreed = Agreed(tmp_path, "[require]\nlargest_epsilon = 8.0\nlargest_delta = 1e-5", privacy=SHARES, method=FEDAVG)
+    told = [agreed.part(TRAIN, head(0.0)) for _ in range(16)]
+    assert ["seal" in one for one in told] == [True] * 3 + [False] * 13
+    assert told[3:] == ["E_REFUSED"] * 13
+    releases = [line["cost"]["noise_multiplier"] for line in agreed.silos["north"].ledger(TRAIN)]
+    rho = sum(1 / (2 * z**2) for z in releases)  # concentrated privacy, by its definition
+    assert rho == pytest.approx(3 / (2 * releases[0] ** 2))
+    assert (
+        "require.largest_epsilon = 8: this run has spent its epsilon"
+        in (tmp_path / "north/.fedfm/silo.log").read_text()
+    )
+
+
 def test_shares_of_noise_are_in_an_empty_part_too(tmp_path):
     """Without its share the sum of the others would have less noise than is accounted."""
-    private = {"aggregator": "secagg", "mechanism": "distributed_gaussian", "unit": "client", "clip_norm": 1.0}
-    private |= {"target_epsilon": 8.0, "delta": 1e-5}
-    agreed = Agreed(tmp_path, privacy=private, method=FEDAVG)
+    agreed = Agreed(tmp_path, privacy=SHARES, method=FEDAVG)
     found = [agreed.part(TRAIN, w) for w in (head(0.0, HUGE / 1.5), head(0.0))]
     assert found[0] == found[1]
     (site, *_) = agreed.silos["north"]._sites.values()

@@ -57,7 +57,7 @@ class Question:
 
 
 def method_names(experiment: Experiment) -> list[str]:
-    """The names of an experiment's method and of the methods inside it, e.g. FedBaF's base: their halves answer, too."""
+    """The names of an experiment's method and of the methods inside it (FedBaF's base), whose halves answer, too."""
 
     def inside(method: Method[Any]) -> Iterator[str]:
         for part in nested_methods(method):
