@@ -219,6 +219,19 @@ def test_the_same_question_counts_once_and_a_fit_does_not_count(tmp_path):
         assert Server(path, experiment(run={"seed": number}), key=f"fit-{number}").hello() == "fits"
 
 
+def test_two_silos_do_not_share_a_folder(tmp_path, capsys):
+    """One would answer with the rows of the other, and a hello to one would set back the other's count."""
+    north, south = silo(tmp_path), tmp_path / "south.toml"
+    south.write_text(north.read_text().replace("north", "south"))
+    assert Server(north).hello() == "fits"
+    assert Server(south).hello() == "E_REFUSED"
+    assert "north" not in str(Server(south).send(HELLO, {"classes": CLASSES}, 0, 0))
+    assert "silo.toml in the same folder uses .fedfm: give each silo a folder of its own" in capsys.readouterr().err
+    north.unlink()  # its owner has renamed it
+    south.write_text(south.read_text().replace("south", "north"))
+    assert Server(south, key="another").hello() == "fits"
+
+
 def test_a_hello_that_kills_the_worker_counts(tmp_path, monkeypatch):
     path = silo(tmp_path)
 
