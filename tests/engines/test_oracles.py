@@ -517,6 +517,31 @@ def test_scores_that_go_along_with_an_update_have_few_digits_too(tmp_path):
         assert "accuracy" in key or value == round(value, 4)
 
 
+@pytest.mark.parametrize(("handler", "body"), [(SCORES, {"part": "test"}), ("query.RowSums_tell", {})])
+def test_a_refusal_for_too_few_rows_counts_as_the_answer_in_its_place(tmp_path, handler, body):
+    """It tells that the rows are few, and a server chooses the share of test rows in each run."""
+    model = {"name": "features", "task": "regression"}
+    body = body | ({"w": Params({"head.weight": torch.zeros(2, 5), "head.bias": torch.zeros(2)})} if body else {})
+    if body:
+        model |= {"scale_targets": False}
+    for name, n, fault in (("few", 4, "E_REFUSED"), ("many", 40, "")):
+        silo = Silo(tmp_path / name, "[budget]\nrounds = 2", classes=["a", "b"])
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(n, 5)).astype(np.float32), rng.normal(size=(n, 2))
+        np.savez(silo.path.parent / "rows.npz", x=x, y=y, classes=np.array(["a", "b"]))
+        codes = []
+        for i in range(4):
+            key, data = f"run-{i}", {"path": "x.npz", "test_fraction": 0.5 - i / 100}
+            config = {"experiment": to_toml(experiment(model=model, data=data, run={"seed": i})), "key": key}
+            folder = client_stub.admit(config, {"silo": str(silo.path)}, 1)
+            silo._sites[key] = client_host.of_folder(folder)[0]
+            assert "name" in silo.send(HELLO, {"classes": ["a", "b"]}, 0, 0, key=key)["body"]
+            codes.append(silo.code(handler, body, key=key))
+        assert codes == [fault, fault, "E_REFUSED", "E_REFUSED"]
+        assert [line["fault"] for line in silo.ledger(handler)] == [fault] * 2
+        assert silo.rounds() == 2
+
+
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 
