@@ -33,9 +33,10 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         if not (share := getattr(experiment.data, key)) <= _MOST:
             faults.say(f"data.{key} = {share}: a silo allows at most {_MOST} of its rows", key=f"data.{key}")
     names = method_names(experiment)
-    for name in names if silo.allow_methods is not None else ():
-        if name not in silo.allow_methods:
-            text = f'method.name = "{name}": allow_methods is {quote_names(silo.allow_methods)}'
+    listed = silo.allow_methods
+    for name in names:
+        if listed is not None and name not in listed:
+            text = f'method.name = "{name}": allow_methods is {quote_names(listed)}'
             within = "" if name == names[0] else f", and {names[0]} contains this method"
             faults.say(text + within, key="method.name")
     if experiment.run.local_scores and "scores" not in silo.policy.of(*names):
