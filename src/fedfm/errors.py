@@ -162,11 +162,19 @@ class ClientFault(FedfmError):
         self.code, self.reason = code, reason
 
 
-class RowsChanged(ClientFault):
-    """The client refuses because its rows changed since an earlier answer. No other refusal depends on rows."""
+class RowsRefused(ClientFault):
+    """The client refuses because of its rows. No other refusal depends on rows."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(E_REFUSED, reason)
+
+
+class RowsChanged(RowsRefused):
+    """Its rows changed since an earlier answer."""
+
+
+class TooFewRows(RowsRefused):
+    """Its rows are so few that an answer would disclose them."""
 
 
 E_EXCEPTION = "E_EXCEPTION"  # the handler raised
@@ -209,7 +217,7 @@ def depends_on_rows(error: BaseException) -> bool:
     If so, a party that learns of the failure learns something about the rows.
     """
     if isinstance(error, ClientFault):
-        return isinstance(error, RowsChanged) or error.code not in OF_NO_ROW
+        return isinstance(error, RowsRefused) or error.code not in OF_NO_ROW
     return not isinstance(error, Lost)
 
 

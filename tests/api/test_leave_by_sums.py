@@ -262,6 +262,25 @@ def test_a_silo_writes_no_sums_that_it_did_not_send(analytic, capsys, change):
     assert asked(analytic, edited(analytic, lambda m: None)) == (0, True)
 
 
+NOISY = {"privacy": {"unit": "record", "target_epsilon": 4.0, "delta": 1e-5}}
+
+
+@pytest.mark.parametrize(
+    "tables", [NOISY, HIDDEN, {"aggregation": {"name": "secure"}}], ids=["noise", "secagg", "secure"]
+)
+def test_a_manifest_without_the_runs_protection_gives_no_sums(tmp_path, monkeypatch, capsys, tables):
+    """The silo sent noisy or hidden sums; a changed manifest would make it write the same sums as if nothing did."""
+    federation = Summed(tmp_path, monkeypatch, method={"name": "analytic", "rounds": 1}, **tables)
+    capsys.readouterr()
+
+    def unprotected(manifest):
+        for key in tables:
+            del manifest["experiment"][key]
+
+    assert asked(federation, edited(federation, unprotected)) == (2, False)
+    assert "this silo sent no such sums" in capsys.readouterr().err
+
+
 def test_rows_that_changed_since_the_run_are_noticed(analytic, capsys):
     path = analytic.carried.root / "north" / "rows.npz"
     rows = dict(np.load(path))

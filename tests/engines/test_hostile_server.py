@@ -219,6 +219,19 @@ def test_the_same_question_counts_once_and_a_fit_does_not_count(tmp_path):
         assert Server(path, experiment(run={"seed": number}), key=f"fit-{number}").hello() == "fits"
 
 
+def test_two_silos_do_not_share_a_folder(tmp_path, capsys):
+    """One would answer with the rows of the other, and a hello to one would set back the other's count."""
+    north, south = silo(tmp_path), tmp_path / "south.toml"
+    south.write_text(north.read_text().replace("north", "south"))
+    assert Server(north).hello() == "fits"
+    assert Server(south).hello() == "E_REFUSED"
+    assert "north" not in str(Server(south).send(HELLO, {"classes": CLASSES}, 0, 0))
+    assert "silo.toml in the same folder uses .fedfm: give each silo a folder of its own" in capsys.readouterr().err
+    north.unlink()  # its owner has renamed it
+    south.write_text(south.read_text().replace("south", "north"))
+    assert Server(south, key="another").hello() == "fits"
+
+
 def test_a_hello_that_kills_the_worker_counts(tmp_path, monkeypatch):
     path = silo(tmp_path)
 
@@ -419,6 +432,55 @@ def test_under_an_epsilon_a_silo_gives_no_scores_and_no_model_whatever_its_words
         _, handler, body = EXPOSING[word]
         assert server.send(handler, body)["fault"]["code"] == "E_REFUSED"
     assert "fault" not in server.send("train.FedAvg_train", {"w": W})
+
+
+SECAGG = {"aggregator": "secagg"}
+WITHHELD = {"name": "fedpft", "rounds": 1, "components": 1, "counts": "withheld", "samples": 50}
+
+
+@pytest.mark.parametrize(
+    ("method", "privacy", "scored", "revealed"),
+    [
+        ({"name": "fedavg", "rounds": 3}, None, True, True),
+        ({"name": "fedavg", "rounds": 3}, SECAGG, False, False),
+        ({"name": "ditto", "rounds": 3}, SECAGG, True, False),
+        ({"name": "fedpft", "rounds": 1, "components": 1}, None, True, True),
+        (WITHHELD, None, False, True),
+        ({"name": "survey", "rounds": 1}, None, False, True),
+    ],
+    ids=["fedavg", "secagg", "secagg-ditto", "fedpft", "withheld", "survey"],
+)
+def test_what_an_experiment_promises_not_to_ask_a_silo_does_not_answer(tmp_path, method, privacy, scored, revealed):
+    """Scores contain a number of rows: no words of a silo's let a server ask for them in a run that hides it."""
+    server = Server(silo(tmp_path, allow=list(EXPOSING)), experiment(method=method, **_given(privacy=privacy)))
+    assert server.hello() == "fits"
+    for word, told in (("scores", scored), ("reveal", revealed)):
+        _, handler, body = EXPOSING[word]
+        assert ("body" in server.send(handler, body)) == told
+
+
+def _given(**tables: Any) -> dict[str, Any]:
+    return {key: value for key, value in tables.items() if value is not None}
+
+
+AROUND = {"name": "fedbaf", "rounds": 3, "foundation": "nano-vit", "base": {"name": "fedprox"}}
+
+
+def test_a_method_inside_another_one_needs_its_own_permission(tmp_path):
+    """Its halves answer, so that a name in front of it would make each list of methods empty."""
+    for name, listed, said in (("a", ["fedbaf"], "E_EXPERIMENT"), ("b", ["fedbaf", "fedprox"], "fits")):
+        path = silo(tmp_path / name, allow_methods=listed)
+        assert Server(path, experiment(method=AROUND)).hello() == said
+    assert 'method.name = "fedprox": allow_methods is "fedbaf", and fedbaf contains this method' in log_of(
+        tmp_path / "a/silo.toml"
+    )
+    for name, words, code in (("c", [], "E_REFUSED"), ("d", ["mean"], None)):
+        path = silo(tmp_path / name)
+        path.write_text(path.read_text() + f"\n[allow_by_method]\nfedprox = {json.dumps(words)}")
+        server = Server(path, experiment(method=AROUND))
+        assert server.hello() == "fits"
+        assert server.send("train.FedProx_train", {"w": W}).get("fault", {}).get("code") == code
+        assert server.send("scores.Evaluation_evaluate", {"w": W, "part": "test"})["fault"]["code"] == "E_REFUSED"
 
 
 def test_a_methods_words_take_the_place_of_the_silos(tmp_path):

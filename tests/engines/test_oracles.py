@@ -242,6 +242,28 @@ def test_a_question_on_which_the_worker_dies_is_a_line_unless_it_is_answered_aft
     assert list((tmp_path / "north/.fedfm/unanswered").iterdir()) == []
 
 
+def test_a_question_that_is_asked_again_in_other_rounds_costs_what_others_cost(tmp_path, monkeypatch):
+    """The round decides the order of the rows, so that equal or not, refused or dead says more of them each time."""
+    silo = Silo(tmp_path / "north", "[budget]\nrounds = 3")
+    silo.run(method={**FEDAVG, "rounds": 99})
+    assert silo.code(TRAIN, {"w": head(0.0)}) == ""
+    asked = list[int]()
+
+    def dies(t):
+        if (child := os.fork()) == 0:
+            silo._sites["run"]._value = lambda *given: os._exit(9)
+            silo.send(TRAIN, {"w": head(0.0)}, t)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+    assert [dies(t) for t in (2, 3, 4, 5)] == [True, True, False, False]
+    silo._sites["run"]._value = lambda name, handler, body, at: asked.append(at[0])
+    assert {silo.code(TRAIN, {"w": head(0.0)}, t) for t in range(4, 90)} == {"E_REFUSED"}
+    assert asked == []  # no row was read
+    assert [line["fault"] for line in silo.ledger(TRAIN)] == ["", "E_DIED", "E_DIED"]
+    assert silo.rounds() == 3
+
+
 def test_whether_rows_still_fit_is_told_to_few_runs(tmp_path):
     """Runs that a silo agreed to may fit changed rows or not: each of them would be a question that costs nothing."""
     silo = Silo(tmp_path / "north")
@@ -260,10 +282,10 @@ NAMES = ("east", "north", "south")
 
 
 class Agreed:
-    """Three silos that agreed on keys with an honest server."""
+    """Three silos that agreed on keys with an honest server; ``terms`` are of their files."""
 
-    def __init__(self, folder: Path, **tables: Any) -> None:
-        self.silos = {name: Silo(folder / name, name=name) for name in NAMES}
+    def __init__(self, folder: Path, terms: str = "", **tables: Any) -> None:
+        self.silos = {name: Silo(folder / name, terms, name=name) for name in NAMES}
         for silo in self.silos.values():
             silo.run(**tables)
         found = Experiment.from_dict(experiment(**tables), imports=True)
@@ -320,11 +342,28 @@ def test_a_sum_of_another_size_tells_nothing_either(tmp_path):
         assert agreed.part(ASKS, head(-1.0), size) == agreed.part(ASKS, head(50.0), size) == "E_REFUSED"
 
 
+SHARES = {"aggregator": "secagg", "mechanism": "distributed_gaussian", "unit": "client", "clip_norm": 1.0}
+SHARES |= {"target_epsilon": 8.0, "delta": 1e-5}
+
+
+def test_a_run_spends_no_more_than_the_epsilon_that_a_silo_requires(tmp_path):
+    """Each sum has noise of its own, and a server can ask for more sums than the experiment has rounds."""
+    agreed = Agreed(tmp_path, "[require]\nlargest_epsilon = 8.0\nlargest_delta = 1e-5", privacy=SHARES, method=FEDAVG)
+    told = [agreed.part(TRAIN, head(0.0)) for _ in range(16)]
+    assert ["seal" in one for one in told] == [True] * 3 + [False] * 13
+    assert told[3:] == ["E_REFUSED"] * 13
+    releases = [line["cost"]["noise_multiplier"] for line in agreed.silos["north"].ledger(TRAIN)]
+    rho = sum(1 / (2 * z**2) for z in releases)  # concentrated privacy, by its definition
+    assert rho == pytest.approx(3 / (2 * releases[0] ** 2))
+    assert (
+        "require.largest_epsilon = 8: this run has spent its epsilon"
+        in (tmp_path / "north/.fedfm/silo.log").read_text()
+    )
+
+
 def test_shares_of_noise_are_in_an_empty_part_too(tmp_path):
     """Without its share the sum of the others would have less noise than is accounted."""
-    private = {"aggregator": "secagg", "mechanism": "distributed_gaussian", "unit": "client", "clip_norm": 1.0}
-    private |= {"target_epsilon": 8.0, "delta": 1e-5}
-    agreed = Agreed(tmp_path, privacy=private, method=FEDAVG)
+    agreed = Agreed(tmp_path, privacy=SHARES, method=FEDAVG)
     found = [agreed.part(TRAIN, w) for w in (head(0.0, HUGE / 1.5), head(0.0))]
     assert found[0] == found[1]
     (site, *_) = agreed.silos["north"]._sites.values()
@@ -364,7 +403,7 @@ def test_a_question_of_another_round_is_a_second_question_where_the_round_had_on
     assert silo.code("train.Ditto_train", {"w": head(3.0)}, 3) == ""
     codes = [silo.code(SCORES, {"w": head(float(t)), "part": "test"}, 3, 2 + t) for t in (1, 2, 1)]
     assert codes == ["", "E_REFUSED", ""]
-    assert [line["fault"] for line in silo.ledger(SCORES)] == ["", "", "", "E_REFUSED", ""]
+    assert [line["fault"] for line in silo.ledger(SCORES)] == [""] * 4  # the refusal came before rows were read
     shared = silo.run("shared")
     codes = [
         silo.code(SCORES, {"w": head(float(t)), "part": "test"}, at, 1, shared) for t, at in ((1, 1), (2, 2), (1, 2))
@@ -476,6 +515,31 @@ def test_scores_that_go_along_with_an_update_have_few_digits_too(tmp_path):
     assert not any("f1" in key or "balanced" in key for key in told)
     for key, value in told.items():
         assert "accuracy" in key or value == round(value, 4)
+
+
+@pytest.mark.parametrize(("handler", "body"), [(SCORES, {"part": "test"}), ("query.RowSums_tell", {})])
+def test_a_refusal_for_too_few_rows_counts_as_the_answer_in_its_place(tmp_path, handler, body):
+    """It tells that the rows are few, and a server chooses the share of test rows in each run."""
+    model = {"name": "features", "task": "regression"}
+    body = body | ({"w": Params({"head.weight": torch.zeros(2, 5), "head.bias": torch.zeros(2)})} if body else {})
+    if body:
+        model |= {"scale_targets": False}
+    for name, n, fault in (("few", 4, "E_REFUSED"), ("many", 40, "")):
+        silo = Silo(tmp_path / name, "[budget]\nrounds = 2", classes=["a", "b"])
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(n, 5)).astype(np.float32), rng.normal(size=(n, 2))
+        np.savez(silo.path.parent / "rows.npz", x=x, y=y, classes=np.array(["a", "b"]))
+        codes = []
+        for i in range(4):
+            key, data = f"run-{i}", {"path": "x.npz", "test_fraction": 0.5 - i / 100}
+            config = {"experiment": to_toml(experiment(model=model, data=data, run={"seed": i})), "key": key}
+            folder = client_stub.admit(config, {"silo": str(silo.path)}, 1)
+            silo._sites[key] = client_host.of_folder(folder)[0]
+            assert "name" in silo.send(HELLO, {"classes": ["a", "b"]}, 0, 0, key=key)["body"]
+            codes.append(silo.code(handler, body, key=key))
+        assert codes == [fault, fault, "E_REFUSED", "E_REFUSED"]
+        assert [line["fault"] for line in silo.ledger(handler)] == [fault] * 2
+        assert silo.rounds() == 2
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------

@@ -301,6 +301,9 @@ def test_a_budget_of_epsilon_admits_no_experiment_without_one(tmp_path):
 
 HIDDEN = {"privacy": {"aggregator": "secagg"}}
 RECORD = {"method": {"name": "fedpft", "rounds": 1}}
+LARGE_DELTA = PRIVATE | {
+    "privacy": PRIVATE["privacy"] | {"delta": 0.99}
+}  # sigma = 0.1652; by scipy epsilon = 43.37 at 1e-5
 TERMS = [  # a term, an experiment that does not meet it, what the log says, one that meets it
     ({"require": {"aggregator": "secagg"}}, {}, 'the experiment has aggregator "plain"', HIDDEN),
     ({"require": {"smallest_cohort": 3}}, {}, "which shows single updates", HIDDEN),
@@ -313,6 +316,13 @@ TERMS = [  # a term, an experiment that does not meet it, what the log says, one
     ({"require": {"least_noise_multiplier": 1.0}}, {}, "the experiment has 0", PRIVATE),
     ({"require": {"largest_epsilon": 2.9}}, PRIVATE, "the experiment has epsilon 3", None),
     ({"require": {"largest_epsilon": 3.0}}, {}, "the experiment has none", PRIVATE),
+    ({"require": {"largest_epsilon": 3.0}}, LARGE_DELTA, "the experiment has epsilon 43.37", PRIVATE),
+    (
+        {"require": {"largest_epsilon": 3.0, "largest_delta": 0.1}},
+        LARGE_DELTA,
+        "the experiment has delta 0.99",
+        PRIVATE,
+    ),
     ({"require": {"largest_delta": 1e-6}}, PRIVATE, "the experiment has delta 1e-05", None),
     ({"allow_methods": ["fedprox"]}, {}, 'allow_methods is "fedprox"', {"method": {"name": "fedprox", "rounds": 1}}),
 ]

@@ -44,9 +44,11 @@ class Policy:
         for name, words in self.allow_by_method.items():
             _check(f"allow_by_method.{name}", words)
 
-    def of(self, method: str) -> tuple[str, ...]:
-        """The words for the method of this name."""
-        return tuple(self.allow_by_method.get(method, self.allow))
+    def of(self, method: str, *inner: str) -> tuple[str, ...]:
+        """The words for the method of this name, without those that a method inside it may not use."""
+        limits = [self.allow_by_method[name] for name in inner if name in self.allow_by_method]
+        words = self.allow_by_method.get(method, self.allow)
+        return tuple(word for word in words if all(word in limit for limit in limits))
 
     @property
     def words(self) -> set[str]:

@@ -34,6 +34,7 @@ from fedfm.errors import (
     ClientFault,
     Lost,
     RunError,
+    TooFewRows,
     depends_on_rows,
     first_line,
 )
@@ -333,7 +334,7 @@ class Silos:
         from fedfm.runtime.coarse_scores import too_few
 
         if why := too_few(found.get("n"), model.task):
-            raise ClientFault(E_REFUSED, why)
+            raise TooFewRows(why)
 
     def _for_server(self, model: Model, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a model's scores in the form that may leave the silo: rounded, if the rows are the silo's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedfm.config.experiment import Experiment
+from fedfm.config.registry import name_of
+from fedfm.core.method import Method, nested_methods
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault
 from fedfm.privacy.policy import Policy
@@ -26,7 +28,7 @@ class Question:
 
     Attributes:
         at: round and call.
-        asked: hash of the request, for the silo's ledger.
+        asked: hash of the request, and of its round if the answer may depend on the round, for the silo's ledger.
         part: ``test`` or ``val`` if the request names one of these parts, else "".
     """
 
@@ -36,16 +38,33 @@ class Question:
     part: str = ""
 
     @classmethod
-    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any]) -> Question:
-        """Make the question from a message's body."""
+    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any], *, timeless: bool = False) -> Question:
+        """Make the question from a message's body.
+
+        Args:
+            timeless: whether the answer is the same in every round. Otherwise order of rows, noise, step size and the
+                client's memory follow from the round, so the same message in another round is another question.
+        """
         head, pieces = payload.encode(body)
-        digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
+        at_round = "" if timeless else f"round {at[0]}\n"
+        digest = hashlib.sha256(f"{handler}\n{at_round}{len(head)}\n{head}".encode())
         for piece in pieces:
             digest.update(piece)
         part = body.get("part", "")
         return cls(
             handler, at, digest.hexdigest(), part if part in PARTS else ""
         )  # "part" may be any text that the server sends
+
+
+def method_names(experiment: Experiment) -> list[str]:
+    """The names of an experiment's method and of the methods inside it (FedBaF's base), whose halves answer, too."""
+
+    def inside(method: Method[Any]) -> Iterator[str]:
+        for part in nested_methods(method):
+            yield name_of("methods", part)
+            yield from inside(part)
+
+    return [experiment.method_name, *inside(experiment.method)]
 
 
 class SitePolicy(Protocol):

@@ -10,7 +10,9 @@ from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.fields import toml_value
 from fedfm.errors import Faults, quote_names
-from fedfm.privacy.policy import TOLERANCE, Requirements
+from fedfm.privacy.policy import TOLERANCE
+from fedfm.runtime.site_policy import method_names
+from fedfm.sites.ledger import delta_of
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.silo_config import Silo
 
@@ -30,14 +32,18 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     for key in ("test_fraction", "val_fraction"):
         if not (share := getattr(experiment.data, key)) <= _MOST:
             faults.say(f"data.{key} = {share}: a silo allows at most {_MOST} of its rows", key=f"data.{key}")
-    if silo.allow_methods is not None and experiment.method_name not in silo.allow_methods:
-        text = f'method.name = "{experiment.method_name}": allow_methods is {quote_names(silo.allow_methods)}'
-        faults.say(text, key="method.name")
-    if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
+    names = method_names(experiment)
+    listed = silo.allow_methods
+    for name in names:
+        if listed is not None and name not in listed:
+            text = f'method.name = "{name}": allow_methods is {quote_names(listed)}'
+            within = "" if name == names[0] else f", and {names[0]} contains this method"
+            faults.say(text + within, key="method.name")
+    if experiment.run.local_scores and "scores" not in silo.policy.of(*names):
         text = 'run.local_scores: it discloses the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
-    for key, offer, wanted in _unmet_requirements(silo.require, experiment, costs):
+    for key, offer, wanted in _unmet_requirements(silo, experiment, costs):
         faults.say(f"require.{key} = {toml_value(wanted)}: the experiment has {offer}", key=f"require.{key}")
     if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
         text = f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon"
@@ -45,11 +51,9 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     faults.refuse()
 
 
-def _unmet_requirements(
-    wanted: Requirements, experiment: Experiment, costs: ReleaseCosts
-) -> Iterator[tuple[str, str, Any]]:
+def _unmet_requirements(silo: Silo, experiment: Experiment, costs: ReleaseCosts) -> Iterator[tuple[str, str, Any]]:
     """Yield (key, the experiment's value, the required value) for each requirement that is not met."""
-    privacy, aggregation = experiment.privacy, experiment.aggregation
+    wanted, privacy, aggregation = silo.require, experiment.privacy, experiment.aggregation
     release = costs.release
     hidden = isinstance(aggregation, Secure)
     if wanted.aggregator and not hidden:
@@ -72,6 +76,6 @@ def _unmet_requirements(
     if wanted.largest_delta is not None and delta > wanted.largest_delta:
         yield "largest_delta", f"delta {delta:g}" if delta < 1 else "no delta", wanted.largest_delta
     if wanted.largest_epsilon is not None:
-        epsilon = math.inf if delta == 1 else costs.epsilon(delta)
+        epsilon = math.inf if delta == 1 else costs.epsilon(min(delta, delta_of(wanted, silo.budget)))
         if epsilon > wanted.largest_epsilon * (1 + TOLERANCE):
             yield "largest_epsilon", f"epsilon {epsilon:.6g}" if epsilon < math.inf else "none", wanted.largest_epsilon

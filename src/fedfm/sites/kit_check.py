@@ -15,6 +15,7 @@ from fedfm.engines.flower.kit_manifest import Kit, load
 from fedfm.errors import InputError, lines_of
 from fedfm.runtime import own_rows
 from fedfm.runtime.run_manifest import of_silo
+from fedfm.runtime.site_policy import method_names
 from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
 
 _SOON = 30  # a certificate that ends in fewer days than this is reported
@@ -175,7 +176,7 @@ def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
         return "the experiment promises what the silo requires"
 
     yield _try("terms", terms)
-    method, allowed = needed.method, silo.policy.of(needed.method_name)
+    method, allowed = needed.method, silo.policy.of(*method_names(needed))
     for used, word in ((method.means, "mean"), (method.asks, "reply")):
         if used and word not in allowed:
             missing = f'{needed.method_name} needs "{word}" ({silo_config.EXPOSED[word]}), and allow is {list(allowed)}'

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,8 @@ from fedfm.core.checks import conform
 from fedfm.core.text import to_json
 from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_line
 from fedfm.privacy.composition import Releases, epsilon_of
-from fedfm.privacy.policy import TOLERANCE, Budget
+from fedfm.privacy.policy import TOLERANCE, Budget, Requirements
+from fedfm.sites.ledger_mark import lacks_lines
 
 VERSION = 2  # newest version of a line that this module reads; 2 has cost.concentrated
 OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure for which an answer counts as a round
@@ -77,7 +78,7 @@ class Entry:
         part: the part of the rows that the question names, test or val; "" if the handler has no such argument.
         form: the form in which the server receives the message: plain or masked.
         bytes: size of the message, as Flower serialises its records.
-        asked: SHA-256 of the question (handler and payload, without round and call).
+        asked: SHA-256 of the question: handler, payload, and the round if the answer may depend on it.
         sha256: SHA-256 of the answer without round and call.
         fault: code of a failure that may depend on rows; "" if there was none. The answer is then a refusal with this
             code, or an empty part of a masked sum.
@@ -119,11 +120,13 @@ class Totals:
         again: number of answers to a second question for a mean in one round. An honest server asks a second one only
             after the run was stopped and resumed.
         releases: number of answers for each cost.
+        by_run: the same in each run, without answers that nothing bounds.
     """
 
     def __init__(self) -> None:
         self.messages = self.bytes = self.rounds = self.faults = self.again = 0
         self.releases: Counter[Cost] = Counter()
+        self.by_run: defaultdict[str, Counter[Cost]] = defaultdict(Counter)
         self._seen: set[tuple[str, str, str]] = set()
         self._questions: dict[tuple[str, int, str, str], str] = {}  # the first question at each _place
         self._asked: set[tuple[str, str]] = set()
@@ -146,6 +149,8 @@ class Totals:
         self._asked.add((entry.run, entry.asked))
         self._seen.add((entry.run, entry.asked, entry.sha256))
         self.releases[entry.cost] += 1
+        if entry.cost.noise_multiplier:
+            self.by_run[entry.run][entry.cost] += 1
 
     def knows(self, entry: Entry) -> bool:
         """Whether this answer to this question has already left the silo in this run."""
@@ -165,10 +170,15 @@ class Totals:
             return False
         return self._answers[_place(entry)] == self._most[_round(entry)]
 
-    def epsilon(self, delta: float, more: Cost = NOTHING) -> float:
-        """Return the epsilon of all releases and one more together; the epsilons of different units are added."""
+    def epsilon(self, delta: float, more: Cost = NOTHING, run: str | None = None) -> float:
+        """Return the epsilon of all releases and one more together; the epsilons of different units are added.
+
+        Args:
+            run: the run whose releases count, without those that nothing bounds; None for all runs.
+        """
         units: dict[tuple[str, str], Counter[Releases]] = {}
-        for cost, count in (self.releases + Counter([more])).items():
+        known = self.releases if run is None else self.by_run[run]
+        for cost, count in (known + Counter([more])).items():
             if cost.times:
                 units.setdefault((cost.unit, cost.relation), Counter())[replace(cost.releases(), times=1)] += (
                     count * cost.times
@@ -201,18 +211,21 @@ class Ledger:
     Args:
         path: the ledger's file; its folder exists.
         budget: the limits on the sums over the entries.
+        require: the terms, of which ``largest_epsilon`` limits what the releases of one run spend together.
         mark: another file that records how long the ledger was, so that an older copy is refused; None for no mark.
     """
 
-    def __init__(self, path: Path, budget: Budget, mark: Path | None = None) -> None:
-        self.path, self.budget, self._mark = path, budget, mark
+    def __init__(
+        self, path: Path, budget: Budget, mark: Path | None = None, require: Requirements | None = None
+    ) -> None:
+        self.path, self.budget, self._mark, self._require = path, budget, mark, require or Requirements()
         self._file, self._at = (0, 0), 0
         self._totals, self._sha256 = Totals(), hashlib.sha256()
 
     def admit(self, entry: Entry) -> None:
         """Check before rows are read whether an answer may leave.
 
-        A repeated question always passes. Its answer is checked by :meth:`enter`.
+        A repeated question always passes: its answer is the same, and :meth:`enter` checks that.
 
         Args:
             entry: the answer's entry, as far as it is known.
@@ -312,6 +325,10 @@ class Ledger:
             spent, then = totals.epsilon(budget.delta), totals.epsilon(budget.delta, entry.cost)
             if not then <= budget.epsilon * (1 + TOLERANCE):
                 return _over("epsilon", spent, then - spent if then < math.inf else math.inf, budget.epsilon)
+        if (most := self._require.largest_epsilon) is not None and entry.cost.noise_multiplier:
+            then = totals.epsilon(delta_of(self._require, budget), entry.cost, entry.run)
+            if not (totals.knows(entry) or then <= most * (1 + TOLERANCE)):
+                return f"require.largest_epsilon = {most:.6g}: this run has spent its epsilon"
         return None
 
     def _append(self, file: int, entry: Entry) -> None:
@@ -339,24 +356,9 @@ def _over(key: str, spent: float, more: float, limit: float) -> str:
     return f"budget.{key}: {spent:.6g} of {limit:.6g} is spent, and this answer would spend {more:.6g}"
 
 
-def mark_of(folder: Path, path: Path) -> Path:
-    """Return the path of the mark: the file in a silo's own folder that records how long the ledger was."""
-    return folder / "ledgers" / f"{hashlib.sha256(str(path).encode(errors='surrogateescape')).hexdigest()[:32]}.json"
-
-
-def lacks_lines(content: bytes, mark: Path | None) -> bool:
-    """Whether a ledger's content lacks lines that the ledger had before, as an older copy does.
-
-    An absent ledger lacks no lines, since it begins at zero.
-    """
-    if mark is None or not content:
-        return False
-    try:
-        known = json.loads(mark.read_text(encoding="ascii"))
-        size, digest = int(known["size"]), known["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return len(content) < size or hashlib.sha256(content[:size]).hexdigest() != digest
+def delta_of(require: Requirements, budget: Budget) -> float:
+    """The delta at which ``largest_epsilon`` is compared: a server that chose delta could give epsilon any value."""
+    return budget.delta if require.largest_delta is None else require.largest_delta
 
 
 def epsilon_alone(cost: Cost, delta: float) -> float | None:

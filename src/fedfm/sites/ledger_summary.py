@@ -12,7 +12,8 @@ from fedfm.core.text import visible
 from fedfm.errors import InputError
 from fedfm.privacy.policy import Budget
 from fedfm.sites import silo_config
-from fedfm.sites.ledger import Entry, Totals, entries, lacks_lines, mark_of
+from fedfm.sites.ledger import Entry, Totals, entries
+from fedfm.sites.ledger_mark import lacks_lines, mark_of
 
 _WHAT = silo_config.EXPOSED | {"hello": "hello (its name, versions and model)"}
 _HEAD = ("run", "method", "rounds", "messages", "bytes", "epsilon", "what the server got")

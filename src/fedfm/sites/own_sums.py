@@ -25,7 +25,8 @@ from fedfm.runtime.disclosure import check_same
 from fedfm.runtime.own_rows import populate
 from fedfm.runtime.run_directory import Run
 from fedfm.sites import consent_rules, sent_sums, silo_config
-from fedfm.sites.ledger import UNBOUNDED, Entry, Ledger, entries, mark_of, now
+from fedfm.sites.ledger import UNBOUNDED, Entry, Ledger, entries, now
+from fedfm.sites.ledger_mark import mark_of
 from fedfm.sites.silo_config import Silo
 
 WORD = EXPOSES["query"]  # the server sees what this silo alone sends

@@ -2,8 +2,9 @@
 
 The server gives the manifest from which the silo computes its sums again. Another seed, model or share of test rows
 gives sums of other rows, and the difference of two sums may be a single row. Rows that changed since the run, and a
-part that was empty because the silo failed, give sums that are not in the total. So the record has digests of the rows,
-the model and the method behind the last message. It stays in the run's folder at the silo.
+part that was empty because the silo failed, give sums that are not in the total. A manifest without the run's noise
+gives exact sums where noisy ones were sent. So the record has digests of the rows, the model, the method and the
+protection behind the last message. It stays in the run's folder at the silo.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ def record_of(experiment: Experiment, population: Partitioned) -> dict[str, Any]
     if not isinstance(experiment.method, KeepsSums):
         return None
     (rows,) = population.federated.clients.values()
-    method = to_json([experiment.to_dict()["method"], experiment.run.seed])
+    settings = experiment.to_dict()
+    method = to_json([settings["method"], experiment.run.seed])
+    protection = to_json([settings.get("privacy"), settings.get("aggregation")])
     return {
         "rows": fingerprint(population.federated.table.take(rows.train)),
         "model": dict(population.model.fingerprints),
         "method": hashlib.sha256(method.encode()).hexdigest(),
+        "protection": hashlib.sha256(protection.encode()).hexdigest(),
     }
 
 
@@ -67,13 +71,15 @@ def check(path: Path, name: str, record: dict[str, Any] | None, ledger: list[Ent
         InputError: the silo sent no sums of this method, or sent others.
     """
     files = [*(path.resolve().parent / _RUNS).glob(f"*/silo/{_FILE}")]
-    if record in [json.loads(file.read_text(encoding="utf-8")) for file in files]:
+    kept = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if record and any(one and record | one == record for one in kept):  # an earlier version kept no protection
         return ""
     if not any(entry.method == name and entry.handler.startswith("train.") for entry in ledger):
         raise InputError(f"{path}: its ledger has no message of {name}, so this silo's sums are in no total")
     if files:
         raise InputError(
-            f"{path}: this silo sent no such sums: its rows, its share of test rows, the model or the method are "
-            "others than in its runs, or its part of the sum was empty (errors.log of the run says why)"
+            f"{path}: this silo sent no such sums: its rows, its share of test rows, the model, the method or the "
+            "noise or secrecy of its sums are others than in its runs, or its part of the sum was empty (errors.log of "
+            "the run says why)"
         )
     return "no record shows whether this silo sent the same sums in the run"

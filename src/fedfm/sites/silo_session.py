@@ -23,7 +23,8 @@ from fedfm.runtime.run_manifest import of_silo
 from fedfm.runtime.site_policy import Question
 from fedfm.sites import consent_rules, identity, sent_sums, silo_config
 from fedfm.sites.file_contents import FileContents
-from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, mark_of, now
+from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now
+from fedfm.sites.ledger_mark import mark_of
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.request_log import RUNS, SiloLog
 from fedfm.sites.unanswered import Unanswered
@@ -69,7 +70,8 @@ class SiloSession:
         self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
         self._identity = identity.of(self._silo)
         place = Path(self._silo.ledger)
-        self.ledger = Ledger(place, self._silo.budget, mark_of(client_stub.silo_folder(self._folder), place))
+        mark = mark_of(client_stub.silo_folder(self._folder), place)
+        self.ledger = Ledger(place, self._silo.budget, mark, self.require)
         self._files = files
 
     @property

@@ -77,13 +77,13 @@ class Regression(OwnTargetsTask):
         """A silo's sums over its training rows, from which :meth:`keys_of_sums` computes the scale.
 
         Raises:
-            ClientFault: the rows are so few that the sums would disclose their targets.
+            TooFewRows: the sums would disclose the targets.
         """
-        from fedfm.errors import E_REFUSED, ClientFault
+        from fedfm.errors import TooFewRows
         from fedfm.tasks import _numbers
 
         if 0 < len(rows) < _LEAST:  # sum and sum of squares determine the targets of two rows
-            raise ClientFault(E_REFUSED, f"sums of fewer than {_LEAST} training rows would disclose their targets")
+            raise TooFewRows(f"sums of fewer than {_LEAST} training rows would disclose their targets")
         return _numbers.sums(rows.tensors["targets"].double().numpy())
 
     def check_sums(self, sums: Sequence[float], names: Sequence[str]) -> None:

@@ -42,11 +42,15 @@ from fedfm.privacy.exposure import HELLO, WORDS
 from fedfm.runtime import row_sums
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
-from fedfm.runtime.site_policy import Question, SitePolicy, session
+from fedfm.runtime.predictions import keeps_parts
+from fedfm.runtime.site_policy import Question, SitePolicy, method_names, session
+from fedfm.runtime.who_scores import why_unasked
 from fedfm.version import __version__
 
+_SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
 _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
@@ -139,14 +143,13 @@ class ClientHost:
 
     @property
     def _allowed_words(self) -> list[str]:
-        """The words that the silo's policy allows.
+        """The words that the silo's policy allows, without those that the experiment promises not to use.
 
-        If the experiment states an epsilon, ``scores`` and ``reveal`` are left out, since this epsilon does not cover
-        them.
+        Such a promise is a part of a method's or of [privacy]'s guarantee, so no server may break it.
         """
-        allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)
-        private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
-        return [word for word in allowed if not (private and word in ("scores", "reveal"))]
+        allowed = WORDS if self._own is None else self._own.policy.of(*method_names(self.experiment))
+        unused = {"scores": bool(why_unasked(self.experiment)), "reveal": self.experiment.privacy is not None}
+        return [word for word in allowed if not unused.get(word)]
 
     def warm(self, shared: ClientHost | None = None) -> None:
         """Load rows and model before the first message if possible, or use those of ``shared``.
@@ -196,7 +199,8 @@ class ClientHost:
             else:
                 body = self._payload(handler, message["body"])
                 if self._own is not None:
-                    question = Question.of(handler, (round, call), body)
+                    timeless = handler == _SCORES and not keeps_parts(self.experiment.method)
+                    question = Question.of(handler, (round, call), body, timeless=timeless)
                     self._own.admit(question, self.experiment)
                     unsettled = question
                 value = self._value(name, handler, body, (round, call))

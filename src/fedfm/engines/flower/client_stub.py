@@ -99,11 +99,13 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     It is a silo's folder, or one that a deployment on loopback has prepared.
 
     Raises:
-        ClientFault: there is no such folder, the experiment is not that of the first message, or the disk is full.
+        ClientFault: there is no such folder, the experiment is not that of the first message, another silo's file uses
+            the folder, or the disk is full.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):
         try:
+            _take_folder(silo_folder(folder), Path(str(node["silo"])).expanduser().resolve())
             prepare(folder, config, node)
         except OSError as error:
             raise off(error, folder) from None
@@ -114,6 +116,26 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     if site_file["experiment"] != config.get("experiment"):
         raise ClientFault(E_EXPERIMENT, "the experiment differs from that at the beginning of this run")
     return folder
+
+
+def _take_folder(own: Path, silo: Path) -> None:
+    """Let one silo's file use the silo's own folder: with two, runs, log and counts of both would be mixed.
+
+    Raises:
+        ClientFault: another file that exists uses the folder.
+    """
+    mark = own / "silo"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    user = os.fsdecode(mark.read_bytes()) if mark.exists() else ""
+    if user == silo.name:
+        return
+    if user and (silo.parent / user).exists():
+        complain(f"{silo}: {user} in the same folder uses {own.name}: give each silo a folder of its own")
+        raise ClientFault(E_REFUSED, "the silo's folder is that of another silo; its own output says which")
+    handle, temporary = tempfile.mkstemp(dir=own)
+    with os.fdopen(handle, "wb") as file:
+        file.write(os.fsencode(silo.name))
+    os.replace(temporary, mark)
 
 
 def off(error: OSError, folder: Path) -> ClientFault:
