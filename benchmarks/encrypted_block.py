@@ -33,7 +33,7 @@ from fedfm.encrypted.ckks import matrices, modular_kernels, seal
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.refresh import DistanceLedger, Mask, Masking, least_limbs
 from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answer_refresh, encrypt_message
-from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.ring import Parameters, Ring
 from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Packing
 from fedfm.encrypted.ckks.wire import Channel
 from fedfm.encrypted.inference.cost_estimate import plan
@@ -401,6 +401,8 @@ def profiled_block(quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
         "relinearise and rescale": [(server, "relinearise_and_rescale")],
         "rescale alone": [(server, "rescale")],
         "rotate": [(server, "rotations")],
+        "conjugate": [(server, "conjugate")],
+        "join and separate pairs": [(Ring, "pair"), (Ring, "unpair")],
         "refresh: encryptions of zero": [(server, "zeros")],
         "refresh: masks": [(Mask, "coefficients")],
         "refresh: messages": [(Channel, "pack"), (Channel, "unpack")],

@@ -2,7 +2,7 @@
 
     python blindfed/count_refreshes.py .data/vit_tiny_fhe_224
 
-Wide refreshes are of more than 50 ciphertexts. The table goes to docs/results/blindfed-vit-tiny.md, unless there is
+Wide refreshes are of more than 25 ciphertexts. The table goes to docs/results/blindfed-vit-tiny.md, unless there is
 ``--no-page``.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from page import table, write
 
-from fedfm.encrypted.ckks.refresh import distance
+from fedfm.encrypted.ckks.refresh import PAIRED, distance
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.operation_count import count_operations
@@ -21,7 +21,7 @@ from fedfm.encrypted.student.conversion import fold
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
-WIDE = 50  # ciphertexts
+WIDE = 25  # ciphertexts, each with two values in a slot
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         )
     lines.append({"block": "all"} | {name: sum(line[name] for line in lines) for name in list(lines[0])[1:]})
     print(table(lines))
-    each = distance(parameters, messages.floor_of(parameters), parameters.scale, folded.bound)
+    each = distance(parameters, messages.floor_of(parameters), parameters.scale, folded.bound * PAIRED)
     spent = lines[-1]["refreshed ciphertexts"] * each
     print(f"largest value {folded.bound:.4g}; statistical distance of a batch {spent:.3g}")
     if not a.no_page:

@@ -57,7 +57,13 @@ def test_a_run_does_what_was_planned(parameters, monkeypatch):
         found["rotate", x.level + 1] += len(x) * sum(step % (parameters.degree // 2) != 0 for step in steps)
         return turn(x, steps)
 
-    owner.keys.rotations = rotations
+    conjugated = owner.keys.conjugate
+
+    def conjugate(x):
+        found.update({("decompose", x.level + 1): len(x), ("rotate", x.level + 1): len(x)})
+        return conjugated(x)
+
+    owner.keys.rotations, owner.keys.conjugate = rotations, conjugate
     holder.begin(session, key)
     crossed, messages = [], []
 

@@ -113,7 +113,7 @@ def test_ten_thousand_bit_flips_are_found():
         (MESSAGE + b"\0", "E_FORMAT"),
         (MESSAGE + MESSAGE, "E_FORMAT"),
         (bytes(len(MESSAGE)), "E_FORMAT"),
-        (MESSAGE[:4] + b"\2" + MESSAGE[5:], "E_VERSION"),
+        (MESSAGE[:4] + b"\1" + MESSAGE[5:], "E_VERSION"),
     ],
 )
 def test_damaged_messages_are_refused(data, code):

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks import encoding
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, products, relinearise_and_rescale
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, products, relinearise_and_rescale
+from fedfm.encrypted.ckks.inner_products import inner
 from fedfm.encrypted.ckks.matrices import linear, matrix_product
 from fedfm.encrypted.ckks.ring import SECURE_BITS, SLOW_LINK, Parameters
 from fedfm.errors import InputError
@@ -101,7 +102,7 @@ def test_evaluation_form_multiplies_polynomials():
 
 @given(st.integers(1, 4), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=12, deadline=None)
-def test_lifting_keeps_centred_whole_numbers(limbs, seed, edges):
+def test_halves_are_those_of_centred_whole_numbers(limbs, seed, edges):
     q = PARAMETERS.modulus(limbs)
     rng = np.random.default_rng(seed)
     whole = [int.from_bytes(rng.bytes(24), "little") % q - q // 2 for _ in range(64)]
@@ -111,10 +112,28 @@ def test_lifting_keeps_centred_whole_numbers(limbs, seed, edges):
     x = np.zeros((1, limbs, RING.degree), np.int64)
     for row, p in zip(x[0], primes, strict=False):
         row[:64] = [v % p for v in whole]
-    lifted = RING.lift(x, 5)
-    for row, p in zip(lifted[0], primes[limbs:5], strict=True):
-        assert row[:64].tolist() == [v % p for v in whole]
+    halves = RING.halves(x, 5)
+    for row, p in zip(halves[0], primes[:5], strict=True):
+        assert row[:64].tolist() == [v // 2 % p for v in whole]
         assert not row[64:].any()
+
+
+@given(st.integers(1, 5), st.integers(0, 2**32), st.sampled_from([1, -1]))
+@settings(max_examples=12, deadline=None)
+def test_pairs_are_complex_slots_and_come_apart(count, seed, sign):
+    """Against the definition: X^(N/2) is i or -i in turn; a conjugation gives both parts, each exactly."""
+    x = np.random.default_rng(seed).normal(size=(count, PARAMETERS.slots))
+    plain = encoding.to_residues(encoding.encode(x, PARAMETERS.scale, 8192), 3, RING)
+    pairs = RING.pair(plain, sign)
+    half = (count + 1) // 2
+    unit = sign * 1j ** (3 ** (np.arange(PARAMETERS.slots) % 2))
+    want = x[:half].astype(complex)
+    want[: count - half] += unit * x[half:]
+    got = encoding.decode_complex(encoding.to_coefficients(pairs, RING), PARAMETERS.scale)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    again = RING.unpair(pairs, RING.pair(plain, -sign), count)
+    want = plain.copy() if sign > 0 else np.concatenate([plain[:half], (-plain[half:]) % RING.primes[:3, None]])
+    assert np.array_equal(again, RING.add(want, want))
 
 
 def test_slots_are_values_of_the_polynomial():

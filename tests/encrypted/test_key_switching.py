@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fedfm.encrypted.ckks import noise_kernels
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, inner, outer, products
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, products
+from fedfm.encrypted.ckks.inner_products import inner, outer
 from fedfm.encrypted.ckks.ring import Parameters, Ring
 from fedfm.errors import InputError
 from fedfm.linalg.kernels.jit import compile_cached

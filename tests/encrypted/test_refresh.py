@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
-from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, distance, least_limbs, mask_bits, renew
+from fedfm.encrypted.ckks.refresh import PAIRED, DistanceLedger, Mask, Masking, distance, least_limbs, mask_bits, renew
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
 from fedfm.errors import InputError, RunError
 
@@ -37,29 +37,46 @@ def integers(residues):
     return [v - modulus if v > modulus // 2 else v for v in values]
 
 
-def test_a_refresh_gives_the_same_whole_numbers_with_all_primes():
+def test_a_refresh_gives_half_of_the_whole_numbers_with_all_primes():
     x = spent()
     masking = Masking(8.0)
     hidden, mask = masking.hide(x)
-    answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER)
+    answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), x.scale / 2, SERVER)
     fresh = masking.reveal(Ciphertexts(answer.limbs.copy(), answer.scale, SERVER), mask)
     assert fresh.level == 4
     np.testing.assert_allclose(CLIENT.decrypt(fresh.residues, fresh.scale), X, atol=1e-5)
-    # Beyond the noise of the two encryptions not one unit is lost.
+    # Beyond the noise of the two encryptions at most one unit is lost.
     before = np.array(integers(CLIENT.decrypt_polynomials(x.residues)[0]))
     after = np.array(integers(CLIENT.decrypt_polynomials(fresh.residues)[0]))
     seen, shown = (
         integers(CLIENT.decrypt_polynomials(hidden.residues)[0]),
         integers(CLIENT.decrypt_polynomials(answer.residues)[0]),
     )
-    fresh_noise = np.array([a - b for a, b in zip(shown, seen, strict=True)], np.int64)
-    assert np.abs(fresh_noise).max() < 64  # one symmetric encryption: 3.2 * 6 and the rounding
-    assert np.abs(after - before).max() < 2**14
+    fresh_noise = np.array([a - b // 2 for a, b in zip(shown, seen, strict=True)], np.int64)
+    assert np.abs(fresh_noise).max() < 64  # one symmetric encryption: 3.2 * 6
+    assert np.abs(2 * after - before).max() < 2**14
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_values_are_refreshed_in_pairs_and_keep_their_scale(count):
+    asked = Asked()
+    x = asked.holds(X[:count], 3)
+    fresh = x.refresh()
+    assert asked.counts == [(count + 1) // 2]
+    assert (len(fresh), fresh.level, fresh.scale) == (count, 4, x.scale)
+    np.testing.assert_allclose(CLIENT.decrypt(fresh.residues, fresh.scale), X[:count], atol=1e-5)
+
+
+@given(st.integers(2, 114), st.integers(0, 2**32))
+def test_half_of_a_mask_is_rounded_down(bits, seed):
+    mask = Mask(np.random.default_rng(seed).bytes(32), bits, 1, 1.0)
+    whole, half = (integers(RING.forward(mask.coefficients(0, 1, 5, RING, halved))[0]) for halved in (False, True))
+    assert half == [v // 2 for v in whole]
 
 
 def test_what_the_client_decrypts_is_uniform_and_new_each_time():
     x = spent()
-    bits = mask_bits(PARAMETERS, 3, x.scale, 8.0)
+    bits = mask_bits(PARAMETERS, 3, x.scale, 8.0 * PAIRED)
     assert bits == 114
     views = []
     for _ in range(2):
@@ -118,7 +135,7 @@ def test_the_ledger_adds_up_and_stops():
     ledger = DistanceLedger()
     masking = Masking(8.0, ledger)
     masking.hide(spent())
-    each = distance(PARAMETERS, 3, PARAMETERS.scale, 8.0)
+    each = distance(PARAMETERS, 3, PARAMETERS.scale, 8.0 * PAIRED)
     assert ledger.spent == pytest.approx(3 * each)
     shown = f"3 refreshed ciphertexts, statistical distance at most 2^{math.log2(3 * each):.1f}"
     assert str(ledger) == f"{shown}, as long as every value stays within the intervals of the model's polynomials"
@@ -130,7 +147,7 @@ def test_the_ledger_adds_up_and_stops():
 def test_masks_serve_once_and_fit():
     masking = Masking(8.0)
     hidden, mask = masking.hide(spent())
-    answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), hidden.scale, SERVER)
+    answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), hidden.scale / 2, SERVER)
     with pytest.raises(InputError, match="mask of 3"):
         masking.reveal(answer[:2], mask)
     masking.reveal(answer, mask)
@@ -155,7 +172,8 @@ class Asked:
         self.counts.append(len(x))
         masking = Masking(8.0, self.ledger)
         hidden, mask = masking.hide(x)
-        return masking.reveal(Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER), mask)
+        answer = renew(CLIENT, hidden.residues).view(np.uint64)
+        return masking.reveal(Ciphertexts(answer, x.scale / 2, self.server), mask)
 
     def holds(self, values, limbs, scale=1.0):
         fresh = CLIENT.encrypt(np.asarray(values)).view(np.uint64)
@@ -166,13 +184,13 @@ def test_arrays_that_are_multiplied_next_are_renewed_in_one_message_and_keep_the
     asked = Asked()
     a, b, c = asked.holds(X, 3), asked.holds(X[:1], 4, 1 + 2.0**-12), asked.holds(X[:2], 5)
     a.renew_with(b, c, a)
-    assert asked.counts == [4]  # c has all its levels
+    assert asked.counts == [2]  # pairs of a and b; c has all its levels
     assert [x.level for x in (a, b, c)] == [4, 4, 4]
     assert b.scale == PARAMETERS.scale * (1 + 2.0**-12)
     for got, want in ((a, X), (b, X[:1] / (1 + 2.0**-12)), (c, X[:2])):
         np.testing.assert_allclose(CLIENT.decrypt(got.residues, got.scale), want, atol=1e-5)
     c.at(5).renew_with(asked.holds(X, 5))
-    assert asked.counts == [4]  # nothing was spent
+    assert asked.counts == [2]  # nothing was spent
 
 
 @pytest.mark.parametrize("limbs", [4, 5])
@@ -188,5 +206,6 @@ def test_a_division_by_the_scale_costs_no_level_and_no_more_distance(limbs):
     small = x * 0.01  # not here: refreshed first, at the usual scale, which the masks were planned for
     np.testing.assert_allclose(CLIENT.decrypt(small.residues, small.scale), X / 12800, atol=1e-5)
     if limbs == 4:
-        assert asked.counts == [3]
-        assert asked.ledger.spent == pytest.approx(3 * distance(PARAMETERS, 3, PARAMETERS.scale, 8.0), rel=1e-3)
+        assert asked.counts == [2]
+        each = distance(PARAMETERS, 3, PARAMETERS.scale, 8.0 * PAIRED)
+        assert asked.ledger.spent == pytest.approx(2 * each, rel=1e-3)

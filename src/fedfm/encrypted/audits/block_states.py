@@ -18,7 +18,7 @@ from fedfm.data.table import Table
 from fedfm.encrypted.audits.photographs import two_photographs
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.protocol.text_rows import embed_ids
-from fedfm.encrypted.student.conversion import block_states, fold
+from fedfm.encrypted.student.folding import block_states, patches_of
 from fedfm.encrypted.student.text_places import embedding_tables
 from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
@@ -70,7 +70,7 @@ def client_input(model: SideModel, rows: Rows) -> np.ndarray:
     module = model.frozen_parts[0].module
     batch = next(iter(replace(rows, labels=None).batches(len(rows))))
     if not text_places(module):
-        return fold(module).patch(batch["pixel_values"]).double().numpy()
+        return patches_of(module)(batch["pixel_values"]).double().numpy()
     return embed_ids(batch["input_ids"], batch["attention_mask"].sum(1), embedding_tables(module)).numpy()
 
 
@@ -114,7 +114,7 @@ def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:
     model = side_model(population)
     backbone, _, _ = model.frozen_parts
     rows = model.prepare(table, index).compute()
-    patch, done = fold(backbone.module).patch, []
+    patch, done = patches_of(backbone.module), []
     with torch.no_grad():
         for pixels in torch.split(rows.tensors["pixel_values"], _AT_ONCE):
             done.append((patch(pixels), block_states(backbone.module, pixels)))

@@ -28,7 +28,8 @@ class KeyOperations(Protocol):
 
     Attributes:
         floor: number of primes that a ciphertext must keep, so that it can still be refreshed.
-        refresh: returns fresh ciphertexts of the same values; None if there is no client that could do this.
+        refresh: returns fresh ciphertexts of the same pairs of values, at half the scale; None if there is no
+            client for this.
     """
 
     ring: Ring
@@ -43,6 +44,9 @@ class KeyOperations(Protocol):
 
     def rotations(self, x: Ciphertexts, steps: Sequence[int]) -> Ciphertexts:
         """Rotate the slots by each of the steps: the value of slot i + step moves to slot i."""
+
+    def conjugate(self, x: Ciphertexts) -> Ciphertexts:
+        """Conjugate the slots."""
 
     def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
         """Return fresh encryptions of zero, or of coefficients ``plus`` (count, limbs, N): (count, 2, limbs, N)."""
@@ -201,9 +205,30 @@ class Ciphertexts:
         Raises:
             InputError: the evaluator has no client that could refresh them.
         """
+        return self.pair().refresh_pairs().unpair(len(self))
+
+    def refresh_pairs(self) -> Ciphertexts:
+        """Return fresh ciphertexts of the same pairs, at half the scale, as :meth:`unpair` needs it.
+
+        Raises:
+            InputError: the evaluator has no client that could refresh them.
+        """
         if self.evaluator.refresh is None:
             raise InputError(f"level {self.level} is too low for the next product, and no client can refresh values")
         return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
+
+    def pair(self, sign: int = 1) -> Ciphertexts:
+        """Combine real slots in pairs a + ``sign`` u b, the first half with the second: (count,) -> (ceil(count / 2),).
+
+        u is the polynomial X^(N/2), which is i in every second slot and -i in the others, so rotations by an even
+        number of slots, sums, and products with real slots keep the pairs.
+        """
+        return self._like(self.evaluator.ring.pair(self.residues, sign))
+
+    def unpair(self, count: int) -> Ciphertexts:
+        """Separate pairs by one conjugation each, at twice the scale: (ceil(count / 2),) -> (count,)."""
+        turned = self.evaluator.conjugate(self).residues
+        return self._like(self.evaluator.ring.unpair(self.residues, turned, count), 2 * self.scale)
 
     def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
         """Drop to the highest level that allows a product with a plaintext; refresh if there is none.
@@ -320,39 +345,13 @@ def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertex
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
     """Return elementwise products; each has three polynomials, which :func:`relinearise_and_rescale` reduces to two."""
     _check_counts(a, b)
-    x, y = _factors(a, b)
+    x, y = factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)
     one_x, one_y = len(x) == 1, len(y) == 1
     for i in range(count):
         p, q = 0 if one_x else i, 0 if one_y else i
         x.evaluator.ring.tensor(x.residues[p : p + 1], y.residues[q : q + 1], out[i])
-    return x._like(out, x.scale * y.scale)
-
-
-def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Return the sum of a_i b_i as one ciphertext with three polynomials."""
-    if len(a) != len(b):
-        raise InputError(f"{len(a)} and {len(b)} ciphertexts in an inner product")
-    x, y = _factors(a, b)
-    out = np.empty((1, 3, *x.limbs.shape[2:]), np.int64)
-    x.evaluator.ring.tensor(x.residues, y.residues, out[0])
-    return x._like(out, x.scale * y.scale)
-
-
-def outer(a: Ciphertexts, b: Ciphertexts, terms: int, *, first: bool = True, last: bool = True) -> Ciphertexts:
-    """Return the sums of products for each pair of a row of a and a row of b, with three polynomials each.
-
-    Both arrays are matrices (rows, ``terms``) of ciphertexts, row after row; ``first = False`` says that a is stored
-    column after column, ``last = False`` that b is. The result is a matrix (rows of a, rows of b), row after row.
-    """
-    if len(a) % terms or len(b) % terms:
-        raise InputError(f"{len(a)} and {len(b)} ciphertexts in products of rows of {terms}")
-    x, y = _factors(a, b)
-    m, n = len(x) // terms, len(y) // terms
-    steps = (m, n, terms, *((terms, 1) if first else (1, m)), *((terms, 1) if last else (1, n)))
-    out = np.empty((m * n, 3, *x.limbs.shape[2:]), np.int64)
-    x.evaluator.ring.outer(x.residues, y.residues, steps, out)
     return x._like(out, x.scale * y.scale)
 
 
@@ -369,7 +368,8 @@ def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:
     return parts[0]._like(np.concatenate([part.at(limbs).residues for part in parts]))
 
 
-def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
+def factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
+    """Return both factors with the most primes that allow their product; refresh them if there are too few."""
     limbs = min(a._for_product(), b._for_product())
     if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both operands have wide primes
         raise InputError("the factors have no common level")

@@ -62,6 +62,55 @@ def _subtract_from(a, b, primes):  # type: ignore[no-untyped-def]
                 x[i] = r + q if r < 0 else r
 
 
+def _add_turned(a, b, units, sign, primes):  # type: ignore[no-untyped-def]
+    """Add ``sign`` u b to a, in place, where u = X^(N/2): a, b (rows, primes, N); ``units`` is i modulo each prime.
+
+    In evaluation form u is i in the first half of the values, whose roots have exponents 1 modulo 4, and -i in the
+    other half.
+    """
+    half = a.shape[2] // 2
+    for row in range(a.shape[0]):
+        for limb in range(a.shape[1]):
+            q = primes[limb]
+            for start in (0, half):
+                w = units[limb] if (start == 0) == (sign > 0) else q - units[limb]
+                ratio = _FLOAT(w) / _FLOAT(q)
+                x, y = a[row, limb, start : start + half], b[row, limb, start : start + half]
+                for i in range(half):
+                    r = x[i] + reduce(times(y[i], w, ratio, q), q)
+                    x[i] = r - q if r >= q else r
+
+
+def _unpair(x, y, units, out, primes):  # type: ignore[no-untyped-def]
+    """Compute x + y, then (y - x) u of the first rows: x, y (rows, primes, N), out (up to 2 rows, primes, N)."""
+    half, rows = x.shape[2] // 2, x.shape[0]
+    for row in range(rows):
+        for limb in range(x.shape[1]):
+            q, a, b, o = primes[limb], x[row, limb], y[row, limb], out[row, limb]
+            for i in range(a.shape[0]):
+                r = a[i] + b[i]
+                o[i] = r - q if r >= q else r
+            if rows + row >= out.shape[0]:
+                continue
+            for start in (0, half):
+                w = q - units[limb] if start else units[limb]
+                ratio = _FLOAT(w) / _FLOAT(q)
+                c, d, p = a[start : start + half], b[start : start + half], out[rows + row, limb, start : start + half]
+                for i in range(half):
+                    p[i] = reduce(times(d[i] - c[i], w, ratio, q), q)
+
+
+def _halve(x, odd, primes):  # type: ignore[no-untyped-def]
+    """Subtract ``odd`` (rows, N), the remainders modulo 2, from x (rows, primes, N), and halve the result, in place."""
+    for row in range(x.shape[0]):
+        for limb in range(x.shape[1]):
+            q, y, o = primes[limb], x[row, limb], odd[row]
+            for i in range(y.shape[0]):
+                r = y[i] - o[i]
+                r = r + q if r < 0 else r
+                y[i] = (r + (r & 1) * q) >> 1
+
+
 def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
     """Multiply each of the N coefficients of a by ``factor`` (rows, primes), and add ``shift`` (rows, primes)."""
     for row in range(a.shape[0]):
@@ -291,6 +340,7 @@ def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
 
 
 add, subtract_from, affine, dyadic = (compile_cached(f, _PLAIN) for f in (_add, _subtract_from, _affine, _dyadic))
+add_turned, unpair, halve = (compile_cached(f, _PLAIN) for f in (_add_turned, _unpair, _halve))
 tensor, outer, weave = (compile_cached(f, _PLAIN) for f in (_tensor, _outer, _weave))
 split, join, residues, digits, from_digits = (
     compile_cached(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)

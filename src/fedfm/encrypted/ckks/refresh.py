@@ -1,8 +1,12 @@
 """Refresh: if ciphertexts have no levels left, the client encrypts their values again without learning the values.
 
-The server adds a mask r to the encrypted polynomial v; both have integer coefficients. The client decrypts v + r, keeps
-the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded, because slots are
-never decoded.
+The server adds a mask r to the encrypted polynomial v; both have integer coefficients. The client decrypts v + r,
+halves the integers, and encrypts them with all primes. The server subtracts half of r. Both halves are rounded down, so
+the result is v / 2 up to 1/2, which is less than the noise of the encryption. Slots are never decoded.
+
+Slots of v are pairs a + u b of two real values, where u is i or -i. After the refresh v and its conjugate give 2 a and
+2 b, so that half of v gives a and b at the old scale. Taking both parts of complex slots by a conjugation is known from
+the bootstrapping of CKKS (Cheon, Han, Kim, Kim, Song. EUROCRYPT 2018).
 
 *Guarantee*: the client decrypts v + r, where r is uniform over M integers. For one ciphertext, the statistical distance
 of v + r from r alone is at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
@@ -11,7 +15,8 @@ and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the cipher
 server adds a fresh encryption of zero under the client's public key. This fresh encryption also hides the traces of the
 server's weights.
 
-*Assumes*: slots are at most ``bound`` in magnitude, and ring learning with errors is hard.
+*Assumes*: real values are at most ``bound`` in magnitude, so that pairs are at most sqrt(2) times this, and ring
+learning with errors is hard.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from fedfm.privacy.crypto import keys
 MOST = 2.0**-40  # largest total statistical distance for the ciphertexts that one client decrypts in a run
 # The condition is printed with each distance. No code can check it, since the server cannot read a ciphertext's slots.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
+PAIRED = math.sqrt(2)  # largest magnitude of a slot of a pair, over that of the two values
 _AT_A_TIME = 8  # number of ciphertexts that are processed at a time, so that their masks stay in the cache
 
 
@@ -130,8 +136,11 @@ class Mask:
     scale: float
     used: bool = False
 
-    def coefficients(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
-        """Return the coefficients of the mask for the ciphertexts from start to stop: (stop - start, limbs, N)."""
+    def coefficients(self, start: int, stop: int, limbs: int, ring: Ring, halved: bool = False) -> Residues:
+        """Return the coefficients of the mask for the ciphertexts from start to stop: (stop - start, limbs, N).
+
+        With ``halved``, return half of each, rounded down.
+        """
         words, degree = -(-self.bits // WORD), ring.degree
         size = 4 * words * degree
         counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4, so each mask begins at a block
@@ -139,14 +148,17 @@ class Mask:
         numbers = np.frombuffer(stream, "<u4").reshape(stop - start, words, degree).astype(np.int64)
         numbers &= (1 << WORD) - 1
         numbers[:, -1] &= (1 << (self.bits - WORD * (words - 1))) - 1
-        return ring.whole(numbers, 1 << (self.bits - 1), limbs)
+        if halved:
+            numbers[:, :-1] |= (numbers[:, 1:] & 1) << WORD
+            numbers >>= 1
+        return ring.whole(numbers, 1 << (self.bits - 1 - halved), limbs)
 
 
 class Masking:
     """The server's half: masks ciphertexts for one client, and records their distance in the ledger.
 
     Attributes:
-        bound: largest magnitude of any slot, from the ranges stored with the model.
+        bound: largest magnitude of any value, from the ranges stored with the model.
     """
 
     def __init__(self, bound: float, ledger: Spending | None = None) -> None:
@@ -162,8 +174,9 @@ class Masking:
             RunError: the run's statistical distance would exceed its limit.
         """
         ring, limbs = x.evaluator.ring, x.level + 1
-        self.ledger.spend(len(x), distance(ring.parameters, limbs, x.scale, self.bound))
-        mask = Mask(keys.entropy(32), mask_bits(ring.parameters, limbs, x.scale, self.bound), len(x), x.scale)
+        about = (ring.parameters, limbs, x.scale, self.bound * PAIRED)
+        self.ledger.spend(len(x), distance(*about))
+        mask = Mask(keys.entropy(32), mask_bits(*about), len(x), x.scale)
         out = np.empty_like(x.residues)
         for piece in _pieces(len(x)):
             noise = mask.coefficients(piece.start, piece.stop, limbs, ring)
@@ -171,23 +184,23 @@ class Masking:
         return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator), mask
 
     def reveal(self, fresh: Ciphertexts, mask: Mask) -> Ciphertexts:
-        """Remove the mask from the client's answer, in place.
+        """Remove the mask from the client's answer, in place: ciphertexts at half the scale of the masked ones.
 
         Raises:
             InputError: the number of ciphertexts or the scale is wrong, or the mask was removed before.
         """
-        if mask.used or len(fresh) != mask.count or fresh.scale != mask.scale:
+        if mask.used or len(fresh) != mask.count or fresh.scale != mask.scale / 2:
             raise InputError(f"{len(fresh)} ciphertexts came for a mask of {mask.count}, or the mask was used before")
         mask.used = True
         ring, out = fresh.evaluator.ring, fresh.residues
         for piece in _pieces(len(fresh)):
-            noise = ring.forward(mask.coefficients(piece.start, piece.stop, out.shape[2], ring))
+            noise = ring.forward(mask.coefficients(piece.start, piece.stop, out.shape[2], ring, halved=True))
             ring.subtract_from(out[piece], noise)
         return fresh
 
 
 def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
-    """Decrypt masked ciphertexts at the client, and encrypt the same integers again with all primes.
+    """Decrypt masked ciphertexts at the client, and encrypt half of the integers, rounded down, with all primes.
 
     Args:
         masked: (count, 2, limbs, N).
@@ -197,8 +210,9 @@ def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) 
     out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)
     for piece in _pieces(len(masked)):
         known = client.ring.backward(client.decrypt_polynomials(masked[piece]))
-        whole = np.concatenate([known, client.ring.lift(known, limbs)], axis=1)
-        out[piece] = client.encrypt_polynomials(whole, None if second is None else second[piece])
+        out[piece] = client.encrypt_polynomials(
+            client.ring.halves(known, limbs), None if second is None else second[piece]
+        )
     return out
 
 

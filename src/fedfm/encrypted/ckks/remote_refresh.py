@@ -33,7 +33,7 @@ class RemoteRefresh:
         self.messages = self.bytes_down = self.bytes_up = 0
 
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
-        """Ask the client for fresh ciphertexts of the same values.
+        """Ask the client for fresh ciphertexts of the same values, at half the scale.
 
         Raises:
             RunError: the run would exceed its statistical distance.
@@ -43,7 +43,7 @@ class RemoteRefresh:
         asked = self._channel.pack(hidden.residues, x.scale)
         answer = self._exchange(asked)
         limbs = x.evaluator.ring.parameters.limbs
-        residues, scale = self._channel.unpack(answer, limbs=limbs, count=len(x), scale=x.scale)
+        residues, scale = self._channel.unpack(answer, limbs=limbs, count=len(x), scale=x.scale / 2)
         self.messages += 1
         self.bytes_down += len(asked)
         self.bytes_up += len(answer)
@@ -62,7 +62,7 @@ def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: 
     residues, scale = channel.unpack(message, limbs=limbs)
     seed = keys.entropy(keys.KEY)
     second = zero_encryptions.uniform(seed, len(residues), client.parameters.limbs, client.parameters)
-    return channel.pack(renew(client, residues, second), scale, seed)
+    return channel.pack(renew(client, residues, second), scale / 2, seed)
 
 
 def encrypt_message(

@@ -174,6 +174,29 @@ class Ring:
         """Subtract b (rows, primes, N) from the first polynomials of a (rows, 2, primes, N), in place."""
         modular_kernels.subtract_from(a, b, self.primes)
 
+    def pair(self, x: Residues, sign: int = 1) -> Residues:
+        """Combine polynomials in pairs a + ``sign`` X^(N/2) b, of the first half and the second.
+
+        (n, ...) -> (ceil(n / 2), ...); if n is odd, the last polynomial of the first half stays alone.
+        """
+        half = (len(x) + 1) // 2
+        out = x[:half].copy()
+        first, second = self._rows(out[: len(x) - half]), self._rows(x[half:])
+        modular_kernels.add_turned(first, second, self._units, sign, self.primes)
+        return out
+
+    def unpair(self, x: Residues, conjugates: Residues, count: int) -> Residues:
+        """Separate pairs a + X^(N/2) b, given their conjugates a - X^(N/2) b: return 2 a and 2 b, ``count`` in all."""
+        out = np.empty((count, *x.shape[1:]), np.int64)
+        modular_kernels.unpair(*(self._rows(a) for a in (x, conjugates)), self._units, self._rows(out), self.primes)
+        return out
+
+    @property
+    def _units(self) -> Residues:
+        """X^(N/2) at the first root, which is i, modulo each prime."""
+        units: Residues = self.roots[0][:, 1]
+        return units
+
     def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
         """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes).
 
@@ -218,16 +241,19 @@ class Ring:
         modular_kernels.residues(words, WORD, self.constant(minus, limbs), out, self.primes)
         return out
 
-    def lift(self, x: Residues, limbs: int) -> Residues:
-        """Return centred integers modulo further primes: coefficients (rows, l, N) -> (rows, limbs - l, N).
+    def halves(self, x: Residues, limbs: int) -> Residues:
+        """Return half of centred integers, rounded down: coefficients (rows, l, N) -> (rows, limbs, N).
 
         Each integer lies in [-q/2, q/2), where q is the product of the first l primes.
         """
         have = x.shape[-2]
         before, half, digits = self.mixed_radix(x)
         products = np.array([[b % int(p) for b in before] for p in self.primes[have:limbs]], np.int64)
-        out = np.empty((len(x), limbs - have, self.degree), np.int64)
-        modular_kernels.from_digits(digits, self.constant(half, limbs)[have:], products, out, self.primes[have:])
+        out = np.empty((len(x), limbs, self.degree), np.int64)
+        out[:, :have], more = x, np.empty((len(x), limbs - have, self.degree), np.int64)
+        modular_kernels.from_digits(digits, self.constant(half, limbs)[have:], products, more, self.primes[have:])
+        out[:, have:] = more
+        modular_kernels.halve(out, (digits.sum(1) + half % 2) % 2, self.primes)  # all primes are odd
         return out
 
     def mixed_radix(self, x: Residues) -> tuple[list[int], int, Residues]:

@@ -134,23 +134,24 @@ class ServerKeys:
         public, relinearisation, galois = s.PublicKey(), s.RelinKeys(), s.GaloisKeys()
         try:
             mark, *sizes = struct.unpack_from(_KEYS, keys)
-            if mark != b"FFK1" or sum(sizes) + struct.calcsize(_KEYS) != len(keys) or not all(sizes[:2]):
+            if mark != b"FFK1" or sum(sizes) + struct.calcsize(_KEYS) != len(keys) or not all(sizes):
                 raise ValueError
             at = struct.calcsize(_KEYS)
             for key, size in zip((public, relinearisation, galois), sizes, strict=True):
-                if size:
-                    load(key, keys[at : at + size], library.context)
+                load(key, keys[at : at + size], library.context)
                 at += size
         except (struct.error, ValueError, RuntimeError):
             raise InputError("these bytes are not public keys for these parameters") from None
         library.check_access(s.Encryptor(library.context, public))
         self._public = library.read(public.data())
-        rotated = {2 * k + 1: parts for k, parts in enumerate(galois.data()) if parts} if sizes[2] else {}
+        rotated = {2 * k + 1: parts for k, parts in enumerate(galois.data()) if parts}
         self._switching = KeySwitching(
             self.ring,
             library.read_key(relinearisation.data()[0]),
             {element: library.read_key(parts) for element, parts in rotated.items()},
         )
+        if not self._switching.has(2 * parameters.degree - 1):
+            raise InputError("the key of the conjugation is missing")
 
     def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
         """Return fresh encryptions of zero under the client's public key, (count, 2, limbs, N).
@@ -185,6 +186,11 @@ class ServerKeys:
             raise InputError("no level is left for a rescaling")
         scale = x.scale / self.parameters.primes[x.level]
         return Ciphertexts(self._switching.rescale(x.residues).view(np.uint64), scale, self)
+
+    def conjugate(self, x: Ciphertexts) -> Ciphertexts:
+        """Conjugate the slots."""
+        found = self._switching.rotations(x.residues, [2 * self.parameters.degree - 1])[0]
+        return Ciphertexts(found.view(np.uint64), x.scale, self)
 
     def can_rotate(self, steps: int) -> bool:
         """Whether the client sent the key for this rotation, or it needs none."""
@@ -244,10 +250,13 @@ class ClientKeys:
         return dump(self._secret)
 
     def public(self, rotations: Iterable[int] = ()) -> bytes:
-        """Return the public, relinearisation and Galois keys as bytes; the client sends them to the server once."""
-        elements = sorted({galois_element(r, self.parameters.degree) for r in rotations} - {1})
+        """Return the public, relinearisation and Galois keys as bytes, which the client sends to the server once.
+
+        The Galois keys are those of the rotations and of the conjugation.
+        """
+        elements = {galois_element(r, self.parameters.degree) for r in rotations} | {2 * self.parameters.degree - 1}
         parts = [self._public, dump(self._generator.create_relin_keys())]
-        parts.append(dump(self._generator.create_galois_keys(elements)) if elements else b"")
+        parts.append(dump(self._generator.create_galois_keys(sorted(elements - {1}))))
         return struct.pack(_KEYS, b"FFK1", *map(len, parts)) + b"".join(parts)
 
     def encrypt_polynomials(self, coefficients: Residues, second: Residues | None = None) -> Residues:

@@ -160,50 +160,11 @@ def _rescale(x, moduli, out, primes, inverses, roots, inverse_roots, shrink):  #
             )
 
 
-def _rotate(  # type: ignore[no-untyped-def]
-    x, keys, which, places, at, moduli, out, primes, inverses, roots, inverse_roots, shrink
-):
-    """Apply several automorphisms to each ciphertext.
+def _digit_sums(c, key, moduli, centred, sums, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
+    """Sum the digits of c (l, N) times one key: sums (2, l + 1, N). Each digit is used as soon as it is transformed.
 
-    Args:
-        x: (rows, 2, l, N).
-        keys: (all keys, digits, 2, primes, N).
-        which: (S,), the keys to use.
-        places: (S, N), the place of each entry of the result in the sum.
-        at: (S,), the indexes of the results in ``out``.
-        moduli: the indexes of the l primes and of the special prime.
-        out: (S or more, rows, 2, l, N).
+    ``centred`` is 1 for the digits of :func:`decompose`, and 0 for those of SEAL.
     """
-    rows, _, limbs, size = x.shape
-    together = min(_TOGETHER, rows)
-    digits = np.empty((together, limbs, limbs + 1, size), _INT)
-    sums = np.empty((together, 2, limbs + 1, size), _INT)
-    done = np.empty((limbs, size), _INT)
-    for start in range(0, rows, together):
-        count = min(together, rows - start)
-        for r in range(count):
-            decompose(x[start + r, 1], moduli, digits[r], primes, roots, inverse_roots, shrink)
-        for s in range(which.shape[0]):
-            place = places[s]
-            for limb in range(limbs + 1):
-                for r in range(count):
-                    weigh_digits(digits[r], keys[which[s]], moduli, limb, sums[r], primes)
-            for r in range(count):
-                for polynomial in range(2):
-                    divide(sums[r, polynomial], moduli, done, primes, inverses, roots, inverse_roots, shrink)
-                    for j in range(limbs):
-                        q, a, o = primes[moduli[j]], done[j], out[at[s], start + r, polynomial, j]
-                        if polynomial == 0:
-                            b = x[start + r, 0, j]
-                            for n in range(size):
-                                v = a[n] + b[n]
-                                a[n] = v - q if v >= q else v
-                        for n in range(size):
-                            o[n] = a[place[n]]
-
-
-def _digit_sums(c, key, moduli, sums, primes, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
-    """Sum the digits of c (l, N) times one key: sums (2, l + 1, N). Each digit is used as soon as it is transformed."""
     forth, forth_ratios, last, last_ratios = roots
     back, back_ratios, back_last, back_last_ratios = inverse_roots
     limbs, size = c.shape
@@ -211,6 +172,10 @@ def _digit_sums(c, key, moduli, sums, primes, roots, inverse_roots, shrink):  # 
     for i in range(limbs):
         k = moduli[i]
         backward_row(digits[i], back[k], back_ratios[k], back_last[k], back_last_ratios[k], shrink[k], primes[k])
+        if centred:
+            source, whole, half = digits[i], primes[k], primes[k] // 2
+            for n in range(size):
+                source[n] = source[n] - whole if source[n] > half else source[n]
     for j in range(limbs + 1):
         m = moduli[j]
         q = primes[m]
@@ -237,6 +202,52 @@ def _digit_sums(c, key, moduli, sums, primes, roots, inverse_roots, shrink):  # 
 digit_sums = compile_cached(_digit_sums, _PLAIN)
 
 
+def _rotate(  # type: ignore[no-untyped-def]
+    x, keys, which, places, at, moduli, out, primes, inverses, roots, inverse_roots, shrink
+):
+    """Apply several automorphisms to each ciphertext. The digits of a single one are not kept.
+
+    Args:
+        x: (rows, 2, l, N).
+        keys: (all keys, digits, 2, primes, N).
+        which: (S,), the keys to use.
+        places: (S, N), the place of each entry of the result in the sum.
+        at: (S,), the indexes of the results in ``out``.
+        moduli: the indexes of the l primes and of the special prime.
+        out: (S or more, rows, 2, l, N).
+    """
+    rows, _, limbs, size = x.shape
+    single = which.shape[0] == 1
+    together = 1 if single else min(_TOGETHER, rows)
+    digits = np.empty((together, limbs, limbs + 1, size), _INT)
+    sums = np.empty((together, 2, limbs + 1, size), _INT)
+    done = np.empty((limbs, size), _INT)
+    for start in range(0, rows, together):
+        count = min(together, rows - start)
+        for r in range(count):
+            if single:
+                digit_sums(x[start, 1], keys[which[0]], moduli, 1, sums[0], primes, roots, inverse_roots, shrink)
+            else:
+                decompose(x[start + r, 1], moduli, digits[r], primes, roots, inverse_roots, shrink)
+        for s in range(which.shape[0]):
+            place = places[s]
+            for limb in range(0 if single else limbs + 1):
+                for r in range(count):
+                    weigh_digits(digits[r], keys[which[s]], moduli, limb, sums[r], primes)
+            for r in range(count):
+                for polynomial in range(2):
+                    divide(sums[r, polynomial], moduli, done, primes, inverses, roots, inverse_roots, shrink)
+                    for j in range(limbs):
+                        q, a, o = primes[moduli[j]], done[j], out[at[s], start + r, polynomial, j]
+                        if polynomial == 0:
+                            b = x[start + r, 0, j]
+                            for n in range(size):
+                                v = a[n] + b[n]
+                                a[n] = v - q if v >= q else v
+                        for n in range(size):
+                            o[n] = a[place[n]]
+
+
 def _relinearise(x, key, moduli, out, drop, primes, inverses, roots, inverse_roots, shrink):  # type: ignore[no-untyped-def]
     """Reduce three polynomials to two: x (rows, 3, l, N), key (digits, 2, primes, N) -> out (rows, 2, l, N).
 
@@ -246,7 +257,7 @@ def _relinearise(x, key, moduli, out, drop, primes, inverses, roots, inverse_roo
     sums, done = np.empty((2, limbs + 1, size), _INT), np.empty((limbs, size), _INT)
     special = primes[moduli[limbs]]
     for row in range(x.shape[0]):
-        digit_sums(x[row, 2], key, moduli, sums, primes, roots, inverse_roots, shrink)
+        digit_sums(x[row, 2], key, moduli, 0, sums, primes, roots, inverse_roots, shrink)
         for polynomial in range(2):
             target = out[row, polynomial]
             if drop:  # P times the polynomial is added before the division

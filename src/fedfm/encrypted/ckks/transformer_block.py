@@ -18,7 +18,6 @@ multiplied by the mask: in the row sums, and in the values in place of the atten
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +25,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, outer, relinearise_and_rescale
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, relinearise_and_rescale
+from fedfm.encrypted.ckks.inner_products import inner, outer
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.ring import Parameters, Residues
 from fedfm.encrypted.ckks.slot_constants import encode_slots, times_slots, weighted_sum
@@ -84,8 +84,7 @@ class Packing:
     def rotations(self) -> set[int]:
         """Rotation steps for which the client has to send keys."""
         giants = range(self.baby, self.places, self.baby)
-        doubles = (1 << k for k in range(self.places.bit_length() - 1))
-        steps = {*range(1, self.baby), *giants, *(-g for g in giants), *doubles}
+        steps = {*range(1, self.baby), *giants, *(-g for g in giants)}
         return {step * self.samples for step in steps}
 
     def pack(self, x: Matrix) -> NDArray[np.float64]:
@@ -146,6 +145,8 @@ class EncryptedBlock:
         for name, shape in shapes.items():
             if name not in self.weights or self.weights[name].shape != shape:
                 raise InputError(f"weights of an encrypted block: expected {name} of shape {shape}")
+        if self.layout.samples % 2:  # rotations by an odd number of slots do not keep pairs
+            raise InputError(f"{self.layout.places} places of tokens: a block needs two slots for each at least")
         if d % self.heads or self.inverse_scales.shape != (self.heads,):
             raise InputError(f"{d} features and {self.inverse_scales.shape} scales for {self.heads} heads")
 
@@ -196,21 +197,11 @@ class EncryptedBlock:
     def attention(self, y: Ciphertexts, mask: Ciphertexts | None = None) -> Ciphertexts:
         """Return the outputs of all heads, concatenated: (d,) -> (d,); the mask, if any, is one fresh ciphertext."""
         a, b = self.exponential.fold
-        places = self.layout.places
         query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
-        value = self._values(y, mask)
-        if self.centred_keys:
-            part = linear(self.weights["key"] / places, y, self.weights["key_bias"] / places)
-            total = part
-            for k in range(places.bit_length() - 1):
-                total = total + total.rotate(self.layout.samples << k)
-            key = _times_whole(part, places) - total
-        else:
-            key = linear(self.weights["key"], y, self.weights["key_bias"])
-        if "key_offset" in self.weights:
-            key = key.plus(self.weights["key_offset"])
-        query, key, value = (x.refresh() for x in (query, key, value))
-        powers = self.exponential.evaluate_folded(self._add_shifts(self._scores(query, key), a, b))
+        key = linear(self.weights["key"], y, self.weights["key_bias"])
+        value = self._refresh_pairs(self._values(y, mask))
+        scores = self._scores(self._refresh_pairs(query), self._refresh_pairs(key, -1))
+        powers = self.exponential.evaluate_folded(self._add_shifts(scores, a, b))
         if mask is None:
             sums = self._scaled_row_sums(powers)
         else:
@@ -261,13 +252,51 @@ class EncryptedBlock:
         size = len(x) // self.heads
         return [x[k * size : (k + 1) * size] for k in range(self.heads)]
 
+    # Queries, keys and values stay pairs of two features of a head after their refresh. So half as many are rotated and
+    # multiplied. With u u = -1, (q_1 + u q_2) (k_1 - u k_2) = q_1 k_1 + q_2 k_2 + u (q_2 k_1 - q_1 k_2): the scores are
+    # the real parts. A weight is real, so its products with pairs of values are pairs.
+
+    def _refresh_pairs(self, x: Ciphertexts, sign: int = 1) -> Ciphertexts:
+        """Refresh features as pairs a + ``sign`` u b of a head, at half the scale."""
+        return concatenate([head.pair(sign) for head in self._heads(x)]).refresh_pairs()
+
     def _scores(self, query: Ciphertexts, key: Ciphertexts) -> Ciphertexts:
-        step, out = self.layout.samples, []
-        for q, k in zip(self._heads(query), self._heads(key), strict=True):
-            babies = k.rotations([i * step for i in range(self.layout.baby)])
-            turned = q.rotations([-giant * step for giant in self._giants])
-            out.append(relinearise_and_rescale(outer(turned, babies, len(q))))
-        return concatenate(out)
+        """Return real scores from pairs, refreshed: (heads T,)."""
+        step, heads = self.layout.samples, []
+        for k in range(self.heads):
+            here, there = self._heads(query)[k], (self._heads(key)[k] * 2).over(2.0)  # the keys at the usual scale
+            columns = there.rotations([i * step for i in range(self.layout.baby)])
+            if "key_offset" in self.weights:
+                columns = concatenate([columns, self._offsets(k, there)])
+            turned = here.rotations([-giant * step for giant in self._giants])
+            heads.append(relinearise_and_rescale(outer(turned, columns, len(here))))
+        scores = self._centre_scores(concatenate(heads))
+        # conj(a - u b) = conj(a) + u conj(b), so one conjugation gives the real parts of two ciphertexts.
+        twice = scores.pair() + scores.evaluator.conjugate(scores.pair(-1))
+        return twice.over(2.0).refresh_pairs().unpair(len(scores))
+
+    def _offsets(self, head: int, like: Ciphertexts) -> Ciphertexts:
+        """Return a head's part of ``key_offset`` as one more column of keys."""
+        values = np.split(self.weights["key_offset"], self.heads)[head]
+        nothing = np.zeros((len(values), *like.limbs.shape[1:]), np.uint64)
+        return Ciphertexts(nothing, like.scale, like.evaluator).plus(values).pair(-1)
+
+    def _centre_scores(self, scores: Ciphertexts) -> Ciphertexts:
+        """Centre each row over the places, as if the keys were centred, and add the products with the offsets."""
+        giants, b, factor = len(self._giants), self.layout.baby, self.layout.places if self.centred_keys else 1
+        rows = np.arange(self.heads * giants)
+        columns = len(scores) // len(rows)
+        if columns == b and not self.centred_keys:
+            return scores
+        real = scores[(rows[:, None] * columns + np.arange(b)).reshape(-1).tolist()]
+        shifts = []
+        if self.centred_keys:
+            sums = self._row_sums(real).rotations([-giant * self.layout.samples for giant in self._giants])
+            shifts.append(-sums[(rows % giants * self.heads + rows // giants).tolist()])
+        if columns > b:
+            shifts.append(_times_whole(scores[(rows * columns + b).tolist()], factor))
+        shift = shifts[0] if len(shifts) == 1 else shifts[0] + shifts[1]
+        return (_times_whole(real, factor) + shift[rows.repeat(b).tolist()]).over(factor)
 
     def _masks(self, x: Ciphertexts, scale: float, factor: float = 1.0) -> Residues:
         """Encode ``factor`` at the keys of tokens and zero at those of copies, for each baby step: (b, primes, N)."""
@@ -313,7 +342,7 @@ class EncryptedBlock:
         return weights.evaluator.rescale(times_slots(weights, self._masks(weights, scale), scale))
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
-        """Return the sums of the values, weighted by the attention weights."""
+        """Return the sums of the values, which are pairs, weighted by the attention weights: (heads T,) -> (d,)."""
         step, b, out = self.layout.samples, self.layout.baby, []
         for head, values in zip(self._heads(weights), self._heads(value), strict=True):
             moved = values.rotations([i * step for i in range(b)])
@@ -321,12 +350,12 @@ class EncryptedBlock:
             total = parts[: len(values)]
             for number, giant in enumerate(self._giants[1:], start=1):
                 total = total + parts[number * len(values) : (number + 1) * len(values)].rotate(giant * step)
-            out.append(total)
+            out.append(total.unpair(self.features // self.heads))
         return concatenate(out)
 
 
 def _times_whole(x: Ciphertexts, factor: int) -> Ciphertexts:
     """Multiply by a power of two, as a product of small factors that cost no level."""
-    for _ in range(round(math.log2(factor))):
-        x = x * 2
+    while factor > 1:
+        x, factor = x * min(factor, 16), factor // 16
     return x

@@ -22,7 +22,7 @@ from fedfm.privacy.crypto.keys import KEY
 
 SESSION = 16  # length of a session's name in bytes
 _HEADER = struct.Struct("<4sBBB16sQIBBd32s32s")
-_MARK, _VERSION, _TAG = b"FFCT", 1, 32
+_MARK, _VERSION, _TAG = b"FFCT", 2, 32
 _SESSION_AT = 7  # number of bytes before the session in the header
 _FULL, _SEEDED, _BYTES = range(3)
 _LARGEST_SCALE = 2.0**120

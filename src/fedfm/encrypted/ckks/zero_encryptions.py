@@ -67,10 +67,9 @@ def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Resi
     zeros, drawn = bytes(8 * parameters.degree), bytearray(8 * parameters.degree + 15)  # room that CTR asks for
     found = np.frombuffer(drawn, "<u8", parameters.degree)
     for i in range(count):
+        stream = Cipher(AES256(seed), CTR(i.to_bytes(8, "big") + bytes(8))).encryptor()
         for limb in range(limbs):
-            prime, bits = parameters.primes[limb], parameters.bits[limb]
-            counter = (i * limbs + limb).to_bytes(8, "big") + bytes(8)
-            stream, kept, mask = Cipher(AES256(seed), CTR(counter)).encryptor(), 0, np.uint64((1 << bits) - 1)
+            prime, kept, mask = parameters.primes[limb], 0, np.uint64((1 << parameters.bits[limb]) - 1)
             while kept < parameters.degree:
                 stream.update_into(zeros, drawn)
                 kept = noise_kernels.keep_below(found.astype(np.uint64, copy=False), mask, prime, out[i, limb], kept)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedfm.core.durations import duration_text
 from fedfm.encrypted.ckks import slot_permutation
-from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, distance
+from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, PAIRED, distance
 from fedfm.encrypted.ckks.ring import SECURE_BITS, Parameters
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.inference import messages
@@ -131,7 +131,7 @@ def plan(
     batches = [sum(-(-n // layout.samples) for n in ([parts] if isinstance(parts, int) else parts)) for parts in rows]
     total = sum(parts if isinstance(parts, int) else sum(parts) for parts in rows)
     refreshed = sum(sum(c.refreshes) for c in counts)
-    spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound)
+    spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound * PAIRED)
     if spent > MOST:
         raise InputError(
             f"{max(batches)} batches of one client would bring the masks' statistical distance to "
@@ -166,8 +166,8 @@ def plan(
         batches=sum(batches),
         ciphertext_bytes=(full, 2 * low, one),
         key_bytes=spent_seconds.key_bytes,
-        wide=max(sum(n >= d for n in c.refreshes) for c in counts),
-        narrow=max(sum(n < d for n in c.refreshes) for c in counts),
+        wide=max(sum(2 * n >= d for n in c.refreshes) for c in counts),
+        narrow=max(sum(2 * n < d for n in c.refreshes) for c in counts),
         refreshed=refreshed,
         messages=1 + sum(2 * len(c.refreshes) + (2 if permuted else 1) for c in counts),
         bytes_per_batch=sizes,

@@ -22,10 +22,10 @@ from fedfm.encrypted.token_places import places_of
 
 
 class _Short:
-    """Parameters with one slot for each place of a token."""
+    """Parameters with two slots for each place of a token."""
 
     def __init__(self, parameters: Parameters, places: int) -> None:
-        self._parameters, self.degree, self.slots = parameters, 2 * places, places
+        self._parameters, self.degree, self.slots = parameters, 4 * places, 2 * places
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameters, name)
@@ -49,6 +49,16 @@ class _CountedRing(Ring):
     def add(self, a: Residues, b: Residues, sign: int = 1) -> Residues:
         self._operations["add", a.shape[-2]] += math.prod(a.shape[:-2])
         return a
+
+    def pair(self, x: Residues, sign: int = 1) -> Residues:
+        half = (len(x) + 1) // 2
+        self._operations["affine", x.shape[-2]] += math.prod(x.shape[1:-2]) * (len(x) - half)
+        return x[:half]
+
+    def unpair(self, x: Residues, conjugates: Residues, count: int) -> Residues:
+        self._operations["add", x.shape[-2]] += math.prod(x.shape[1:-2]) * count
+        self._operations["affine", x.shape[-2]] += math.prod(x.shape[1:-2]) * (count - len(x))
+        return np.ones((count, *x.shape[1:]), np.int64)
 
     def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
         self._operations["affine", a.shape[-2]] += math.prod(a.shape[:-2])
@@ -78,7 +88,7 @@ class Count:
             ciphertexts), ``term`` (such a product in a matrix of sums), ``weigh`` (the product of a ciphertext and a
             plaintext, as one term of a sum), ``encode`` (a plaintext), and ``add`` and ``affine`` for each polynomial
             that is added to another one, or multiplied by a number.
-        refreshes: for each refresh in order, the number of its ciphertexts.
+        refreshes: for each refresh in order, the number of its ciphertexts, each with a pair of values in a slot.
     """
 
     parameters: Parameters
@@ -102,6 +112,11 @@ class Count:
         self.operations["rotate", x.level + 1] += len(x) * moved
         return self.ones(len(x) * len(steps), x.level + 1, x.scale)
 
+    def conjugate(self, x: Ciphertexts) -> Ciphertexts:
+        """Count the digits of each ciphertext, and one rotation."""
+        self.operations["decompose", x.level + 1] += len(x)
+        return self._like("rotate", x, x.level + 1, x.scale)
+
     def zeros(self, count: int, limbs: int, plus: Residues | None = None) -> Residues:
         """Return placeholder residues; their values do not matter."""
         return np.ones((count, 2, limbs, self.ring.degree), np.int64)
@@ -112,7 +127,7 @@ class Count:
 
     def _fresh(self, x: Ciphertexts) -> Ciphertexts:
         self.refreshes.append(len(x))
-        return self.ones(len(x), self.ring.parameters.limbs, x.scale)
+        return self.ones(len(x), self.ring.parameters.limbs, x.scale / 2)
 
     def ones(self, count: int, limbs: int, scale: float) -> Ciphertexts:
         """Return placeholder ciphertexts, whose residues are all one."""

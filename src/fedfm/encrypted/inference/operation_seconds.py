@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedfm.encrypted.ckks import seal
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, outer, products
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, products
+from fedfm.encrypted.ckks.inner_products import outer
 from fedfm.encrypted.ckks.matrices import matrix_product
 from fedfm.encrypted.ckks.refresh import Masking
 from fedfm.encrypted.ckks.remote_refresh import answer_refresh, encrypt_message

@@ -19,7 +19,7 @@ from fedfm.core.federation import Federation
 from fedfm.encrypted.protocol import text_rows
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.protocol.out_of_range import within_limits
-from fedfm.encrypted.student.folding import Patches, fold
+from fedfm.encrypted.student.folding import fold, patches_of
 from fedfm.encrypted.student.input_limits import limits_of
 from fedfm.encrypted.token_places import places_of
 from fedfm.models import image_settings
@@ -128,9 +128,7 @@ def _input_of(model: SideModel) -> dict[str, Any]:
     """Return the fields of the hello by which clients make the model's input of their rows."""
     if text_places(model.frozen_parts[0].module):
         return {"patch": [], "extra": 0, "picture": {}} | text_rows.embedding_fields(model)
-    patches = fold(model.frozen_parts[0].module).patch
-    if not isinstance(patches, Patches):
-        raise TypeError(f"clients cannot cut images into patches as {patches!r} does")
+    patches = patches_of(model.frozen_parts[0].module)
     settings = image_settings.settings_of(model.tools.processor)
     return {"patch": list(patches.size), "extra": patches.extra, "picture": settings}
 

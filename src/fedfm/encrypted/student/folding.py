@@ -58,6 +58,18 @@ class Patches:
         return F.pad(x, (0, 0, self.extra, 0))
 
 
+def patches_of(module: nn.Module) -> Patches:
+    """Return the map from images to tokens of a polynomial student, without folding its blocks."""
+    inner: Any = families.unwrap(module)
+    embedding: Any = families.find(inner, inner.config.model_type).embedding
+    return Patches(tuple(embedding.patch_embeddings.projection.kernel_size), len(_front(embedding)))
+
+
+def _front(embedding: Any) -> list[Tensor]:
+    """Return the tokens that come before the patches, each (1, 1, d)."""
+    return [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
+
+
 def remedy(blocks: Sequence[Mapping[str, Any]]) -> str:
     """Say what keeps more arguments within their intervals; only a conversion has a polynomial for each neuron.
 
@@ -98,7 +110,7 @@ def fold(module: nn.Module) -> Folded:
     positions = array_of(embedding.position_embeddings[0])
     weight = array_of(projection.weight).reshape(len(projection.weight), -1)
     bias = np.zeros(len(weight)) if projection.bias is None else array_of(projection.bias)
-    front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
+    front = _front(embedding)
     for i, token in enumerate(front):
         positions[i] += array_of(token[0, 0]) - bias  # a class token's pixels are zeros, so its embedding is the bias
     blocks = tuple(fold_block(block) for _, block in parts.blocks)
@@ -111,7 +123,7 @@ def fold(module: nn.Module) -> Folded:
         scales=np.array([entry["scale"] for entry in table["blocks"]]),
         ranges=np.array([entry["range"] for entry in table["blocks"]]),
         bound=max([largest, *map(largest_inside, blocks)]),
-        patch=Patches(tuple(projection.kernel_size), len(front)),
+        patch=patches_of(inner),
         class_token=bool(front),
     )
 
