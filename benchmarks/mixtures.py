@@ -153,7 +153,7 @@ def case(d: int, groups: list[Any], source: str, k: int, covariance: str, turns:
 
 
 def compile_seconds() -> float:
-    """CPU seconds of the first fits in a process with an empty cache, less those of a process that finds them there."""
+    """CPU seconds that a process with an empty cache of compiled code needs more than one with a full cache."""
     code = (
         "import time, json, numpy as np; from fedfm.methods.fedpft.mixtures import fit; at = time.process_time(); "
         "fit([np.eye(9)], [3], 'diag', seeds=[0]); print(json.dumps({'s': time.process_time() - at}))"

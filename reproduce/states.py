@@ -20,7 +20,7 @@ _kept: dict[tuple[Any, ...], Tensor] = {}
 
 
 def keep() -> None:
-    """From now on side adapters and heads take what was computed before of the same pictures by the same model."""
+    """Make side adapters and heads compute each picture once for the same model."""
     SideModel.states = states  # type: ignore[method-assign]
     Model.features = features  # type: ignore[method-assign]
 
@@ -42,7 +42,7 @@ def features(model: Model, rows: Rows) -> Tensor:
 
 
 def _once(of_model: tuple[Any, ...], rows: Rows, compute: Callable[[Rows], Tensor]) -> Tensor | None:
-    """What ``compute`` gives of the rows, from before where it is known; None of no rows."""
+    """What ``compute`` returns for the rows, which is computed once for each picture; None if there are no rows."""
     pictures = rows.tensors["pixel_values"]
     keys = [(*of_model, hashlib.sha256(to_bytes(p.contiguous())).digest()) for p in pictures]
     if missing := [i for i, key in enumerate(keys) if key not in _kept]:

@@ -16,8 +16,11 @@ def of_weights(weights, d=2):
 
 
 def test_rounding_by_hand():
-    """K = 2 has weights in eighths; a deviation of 1.05 is 2^(1/8 to the nearest) = 2^0.125, its means are in eighths
-    of 1; one of 0.9 is 2^-0.125, its means in eighths of a half."""
+    """With K = 2, weights are eighths, and deviations are powers of two whose exponents are eighths.
+
+    The deviation 1.05 becomes 2^0.125, and its means are eighths of 1. The deviation 0.9 becomes 2^-0.125, and its
+    means are eighths of 1/2.
+    """
     g = Mixture(
         np.array([0.3, 0.7]),
         np.array([[1.30, -0.05], [0.30, 10.0]], np.float32),
@@ -37,7 +40,7 @@ def test_rounding_by_hand():
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_every_weight_occurs_whatever_the_count(k):
-    """No count of at least ten rows a component can be excluded by the weights of one message."""
+    """The weights of one message exclude no number of rows from ten a component on."""
     reached = []
     for n in range(10 * k, 10 * k + 25):
         parts = (p for p in itertools.product(range(2, n), repeat=k - 1) if n - sum(p) >= 2)

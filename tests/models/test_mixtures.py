@@ -373,7 +373,7 @@ def test_what_keeps_floating_point_is_said(folder):
 @pytest.mark.sample("Mixtral", "GptOss", "Jamba")
 @pytest.mark.parametrize("family", MIXTURES)
 def test_what_does_not_go_with_experts_names_what_to_leave_out(folder, family):
-    """The cure in a message works as it stands, for what PEFT has none of and for methods that weigh rows."""
+    """The keys that a message names work as they are: where PEFT cannot adapt experts, and where a method cannot."""
 
     def cured(error):
         return json.loads(re.search(r"set exclude_modules = (\[.*\])", str(error))[1])

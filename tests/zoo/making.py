@@ -85,7 +85,7 @@ def tokenizer(kind: str, *, whole: bool = False) -> Any:
 
 
 def _save_tokenizer(family: Family, folder: Path) -> None:
-    """Write one of whole words; of letters, where transformers makes a BPE of each tokenizer of the model's type."""
+    """Write a tokenizer of whole words, or one of letters if transformers makes every tokenizer of this type a BPE."""
     from transformers import AutoTokenizer
 
     tokenizer(family.kind, whole=family.whole).save_pretrained(folder)
