@@ -106,7 +106,7 @@ def test_several_rounds_of_fedavg_are_reconstructed_and_not_retrained(tmp_path):
     assert [right[c] for c in clients] == pytest.approx([-0.047, 0.102, 0.151, 0.106], abs=0.03)
 
 
-@pytest.mark.sample("analytic", "fedpft")
+@pytest.mark.sample("analytic")
 @pytest.mark.parametrize("name", ["analytic", "fedncm", "fedpft"])
 def test_values_are_those_of_true_retraining(tmp_path, name):
     tables = experiment(tmp_path, data={"partition": {"name": "dirichlet", "alpha": 0.3, "clients": 3}})

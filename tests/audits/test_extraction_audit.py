@@ -97,6 +97,7 @@ def everyone(path):
     return relative_error(x, rounds.target.truth), rounds, again
 
 
+@pytest.mark.proof
 def test_everyone_together_computes_the_model(default):
     _, found = default
     first = next(iter(found.values()))

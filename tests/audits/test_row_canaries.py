@@ -109,7 +109,7 @@ def run(folder, privacy=None, clients=2, **method):
     return folder / "run"
 
 
-@pytest.mark.sample("privacy0-method0", "privacy3-method3")
+@pytest.mark.sample("privacy0-method0")
 @pytest.mark.parametrize(
     ("privacy", "method"),
     [

@@ -297,7 +297,7 @@ def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
     assert set(by_name(perform(tmp_path / "run", ["task_vector"]))) == NAMES  # raises where the replay ends elsewhere
 
 
-@pytest.mark.sample("keys0")
+@pytest.mark.proof
 @pytest.mark.parametrize("keys", [{"transport": "bfloat16"}, {"space": "product", "ranks": [1, 2, 4]}])
 def test_vectors_of_another_dtype_or_rank_are_read(tmp_path, keys):
     tables = tiny_text.tables(tiny_text.save_all(tmp_path), "fedbip", local={"name": "sgd"}, **keys)

@@ -1009,7 +1009,7 @@ def test_names_of_clients_and_classes_do_nothing_to_a_terminal(tmp_path, capsys)
     assert "\x1b" not in out
 
 
-@pytest.mark.sample("0")
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
 @pytest.mark.parametrize("columns", [0, 100])
 def test_a_terminal_shows_the_bar_even_if_it_says_that_it_has_no_columns(tmp_path, columns):

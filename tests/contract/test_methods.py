@@ -83,6 +83,9 @@ NOISY = {
 # fmt: on
 
 
+@pytest.mark.sample(
+    "fedpft", "fedbaf", "fedbip", "fedms", "blindfed", "analytic", "average", "fedavg", "fedavgm", "fedncm", "scaffold"
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_under_client_level_privacy_it_releases_noisy_means_or_is_refused(name, tmp_path):
     tables = experiment_of(name, tmp_path, rounds=2) | {"privacy": CLIENT}
@@ -119,7 +122,7 @@ def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
     assert not result["excluded"]
 
 
-@pytest.mark.sample(*SAMPLE)
+@pytest.mark.sample("fedpft", "fedbaf", "fedbip", "fedms", "blindfed", "fedavg", "scaffold")
 @pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)
 def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path):
     tables = experiment_of(name, tmp_path, **({"rounds": 2} | keys)) | more
@@ -135,6 +138,7 @@ def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path)
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.parametrize("name", TRAINED)
 class TestEveryTrainedMethod:
+    @pytest.mark.sample("fedavg", "fedbaf", "fedbip", "fedpft", "blindfed", "scaffold")
     def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path):
         results = []
         for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
@@ -168,6 +172,7 @@ class TestEveryTrainedMethod:
         start = fedfm.run(experiment_of("zero_shot", tmp_path, like=name), tmp_path / "start")
         assert result["accuracy"] > start["accuracy"] + 0.15
 
+    @pytest.mark.sample("fedavg", "fedbaf", "fedbip", "fedpft", "ditto", "scaffold")
     def test_a_resumed_run_equals_a_straight_one(self, name, tmp_path, monkeypatch):
         tables = experiment_of(name, tmp_path, rounds=4)
         straight = fedfm.run(tables, tmp_path / "straight")

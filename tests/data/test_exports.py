@@ -35,6 +35,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("load")
 
 
+@pytest.mark.proof
 def test_texts_come_back(tmp_path: Path, load: Any) -> None:
     rows = load.jsonl("banking77")
     tables = [load_table(DataSpec(path=export("banking77", k, tmp_path / f"a.{k}")), seed=0) for k in ("csv", "jsonl")]
@@ -83,6 +84,7 @@ def test_pictures_come_back_from_a_folder(tmp_path: Path) -> None:
     assert sum(len(c.test) for c in data.clients.values()) == 560
 
 
+@pytest.mark.proof
 def test_features_come_back(tmp_path: Path, load: Any) -> None:
     feat = load.features("pacs.vit_tiny")
     spec = DataSpec(

@@ -62,6 +62,7 @@ def side_model(folder, **adapt):
     return load_model(spec, classes=("bird", "fish", "plant"), kind="text")
 
 
+@pytest.mark.proof
 def test_in_the_clear_it_learns_and_predicts(folder, tmp_path):
     result = fedfm.run(experiment(folder), tmp_path / "run")
     assert result["accuracy"] > 0.7  # a third is guessing

@@ -92,6 +92,7 @@ class Deadly(FedAvg):
         return super().train(client, w)
 
 
+@pytest.mark.proof
 def test_a_client_that_kills_its_worker_is_left_out_and_takes_nobody_along(tmp_path):
     method = Deadly(local=SGD())
     rows = {"dies": [0.0], **ROWS}

@@ -252,6 +252,7 @@ def test_a_client_that_dies_is_reported_at_once_with_its_signal(tmp_path, name, 
     fed._link.close()
 
 
+@pytest.mark.proof
 def test_a_client_that_hangs_is_ended_after_its_time(tmp_path):
     method = Naughty()
     fed = federation(method, {"a": [0.0], "hangs": [0.0], "z": [0.0]}, tmp_path, workers=2, timeout=3.0)
@@ -454,6 +455,7 @@ def test_what_the_server_keeps_of_replies_is_never_written_over(tmp_path, size):
     fed._link.close()
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
 def test_files_of_replies_serve_again_and_take_no_descriptors(tmp_path):
     """A mean of a hundred clients in five rounds goes through the few files that each of two workers has; replies that

@@ -396,6 +396,7 @@ def dying(place):
     return process
 
 
+@pytest.mark.proof
 def test_what_a_worker_was_at_when_it_was_killed_is_asked_of_another(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDFM_WORKER_IDLE", "2")
     features(tmp_path / "rows.npz", ["a", "b"])

@@ -102,7 +102,7 @@ class TaskSilos(Carried):
         return known + f'data = "{own}"\n' + "".join(f'{key} = "own_{key}"\n' for key in mine[0])
 
 
-@pytest.mark.sample("regression", "speech")
+@pytest.mark.sample("regression")
 @pytest.mark.parametrize("name", ROWS)
 def test_silos_with_columns_of_their_own_have_the_local_bits_and_a_server_without_rows_their_scores(
     name, place, tmp_path, monkeypatch
@@ -132,6 +132,7 @@ def test_silos_with_columns_of_their_own_have_the_local_bits_and_a_server_withou
     assert predict(tmp_path / "run", path)
 
 
+@pytest.mark.proof
 def test_silos_that_list_the_function_of_a_module_have_the_local_bits(place, tmp_path, monkeypatch):
     known = place("segmentation")[0], "tiny_unets:unet"
     silos, experiment = TaskSilos(tmp_path, known, "segmentation"), tables(known, "segmentation")
@@ -143,6 +144,7 @@ def test_silos_that_list_the_function_of_a_module_have_the_local_bits(place, tmp
     assert found["params_sha256"] == local["params_sha256"]
 
 
+@pytest.mark.proof
 def test_a_silo_with_few_test_rows_sends_no_scores_and_the_run_says_so(place, tmp_path, monkeypatch):
     silos = TaskSilos(tmp_path, place("regression"), "regression")
     waiting(monkeypatch, silos.pump)

@@ -330,7 +330,7 @@ def test_the_global_adapter_is_fedavgs(folder, tmp_path):
     assert first["details"]["server_accuracy"] == pytest.approx(second["local_accuracy"])
 
 
-@pytest.mark.sample("fedbip-llama")
+@pytest.mark.proof
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 @pytest.mark.parametrize("name", ["feddpa", "fedbip"])
@@ -356,7 +356,7 @@ def test_fast_kernels_give_nearly_the_same(folder, tmp_path):
     assert fast["loss"] == pytest.approx(slow["loss"], rel=1e-3)
 
 
-@pytest.mark.sample("after")
+@pytest.mark.proof
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_the_adapters_on_disk(folder, tmp_path, when):
     """What PEFT loads is both at 1/2; what `predict` loads is what was judged."""

@@ -201,6 +201,7 @@ def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.proof
 @of_one_kind
 def test_the_log_tells_what_stage_two_trained(place, tmp_path, kind):
     run(place, tmp_path / "run", queue=1, threshold=2.0)
@@ -232,8 +233,8 @@ def test_without_a_gate_one_expert_decides(place, share):
     torch.testing.assert_close(said, model.predict(rows), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.proof
 # --- rounds -----------------------------------------------------------------------------------------------------------
-@pytest.mark.sample("all-clip")
 @of_one_kind
 @pytest.mark.parametrize("gate", ["adapter", "last", "all"])
 def test_every_variant_has_the_same_bits_with_one_worker_and_two(place, gate, tmp_path):
@@ -366,7 +367,7 @@ def test_a_client_model_is_predicted_and_exported(place, tmp_path):
     assert {PeftConfig.from_pretrained(folder / e).r for e in (GLOBAL, LOCAL)} == {2}
 
 
-@pytest.mark.sample("clip-keys0")
+@pytest.mark.proof
 @pytest.mark.parametrize("keys", [{"gate": "adapter"}, {"gate": "all"}, {"share": 0.25}])
 def test_the_code_in_an_export_computes_the_mixture(place, tmp_path, keys):
     out = tmp_path / "run"

@@ -79,7 +79,7 @@ def page(request, tmp_path_factory) -> Path:
     return compare.write([runs.make(folder / f"r{i}", name="x" * 60 + str(i)) for i in range(10)], folder / "c.html")
 
 
-@pytest.mark.sample("hostile", "map", "comparison")
+@pytest.mark.sample("map")
 def test_no_overflow_no_requests_all_sections(page, tmp_path):
     if BROWSER is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on the path: the page is not rendered")

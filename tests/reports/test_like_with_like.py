@@ -51,6 +51,7 @@ def test_one_model_and_models_of_clients_are_compared_on_all_test_rows(pair):
     assert said.startswith("compared by the accuracy on all test rows; the accuracy of local is measured")
 
 
+@pytest.mark.proof
 def test_the_page_compares_by_the_same_figure(pair, tmp_path):
     page = compare.write(pair, tmp_path / "c.html").read_text()
     said = " ".join(re.sub("<[^>]+>", " ", page).split())

@@ -176,6 +176,7 @@ def test_a_folder_that_is_gone_is_missed(copy, capsys, name, folder):
     assert "is missing" in capsys.readouterr().err
 
 
+@pytest.mark.sample("fedala")
 @pytest.mark.parametrize("name", ["fedala", "fedbaf", "fedbaf on fedadam"])
 def test_flip_whatever_lies_below_private_the_run_is_refused(copy, capsys, name):
     run, _ = copy(name)

@@ -134,17 +134,7 @@ WRONG = (0, -1, 1e300, -1e300, 0.5, None, [], [None], [1e300] * 3, [-5, -5, -5],
 WRONG_ENTRIES = (0, -1, 1e300, None, 2**62, -(2**62), 0.5)
 
 
-@pytest.mark.sample(
-    "classification",
-    "embedding",
-    "language_modelling",
-    "multi_label",
-    "preference",
-    "regression",
-    "segmentation",
-    "token_classification",
-    "zero_shot",
-)
+@pytest.mark.sample("classification", "multi_label", "preference", "token_classification")
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_scores_that_a_client_made_up_are_refused_or_give_scores(ready, data):
@@ -236,6 +226,9 @@ def test_an_export_names_the_task_and_its_keys(ready, tmp_path):
     assert set(about["classes"]) == set(model.classes)
 
 
+@pytest.mark.sample(
+    "classification", "instruction", "multi_label", "regression", "segmentation", "token_classification"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_asks_for_its_own_task_alone_and_predicts_an_entry_for_each_row(name, place, asked, tmp_path):
     path, _ = place(name)
@@ -499,7 +492,7 @@ LONG = {  # tasks whose texts are not in the column "text"
 }
 
 
-@pytest.mark.sample("classification", "preference", "sequence_to_sequence")
+@pytest.mark.sample("classification", "preference")
 @pytest.mark.parametrize("name", NAMES)
 def test_predict_says_what_it_does_not_read_of_a_text(name, place, tmp_path):
     if name in ("language_modelling", "segmentation", "visual_instruction", "zero_shot"):

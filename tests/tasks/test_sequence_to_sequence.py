@@ -370,6 +370,7 @@ def test_runs_under_protection_and_attack(place, model_of, changed, tmp_path):
     assert result["loss"] is not None
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 def test_exports_give_the_run_s_answers(place, model_of, tmp_path):
     from peft import AutoPeftModelForSeq2SeqLM
