@@ -54,6 +54,7 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     until(lambda: not mentioning(tmp_path))
 
 
+@pytest.mark.release
 @pytest.mark.simulation
 def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
     run = '[attack]\nname = "backdoor"\nfraction = 0.4\nfactor = 2.0\n[aggregation]\nname = "median"'
@@ -66,6 +67,7 @@ def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
         assert simulated[key] == local[key]
 
 
+@pytest.mark.release
 @pytest.mark.simulation
 def test_a_buffer_without_the_one_that_fails_has_the_local_bits(tmp_path):
     method = f'name = "naughty:Naughty"\nrounds = 5\norders = "{tmp_path}"'

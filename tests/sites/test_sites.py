@@ -45,6 +45,7 @@ def test_a_silo_whose_port_another_program_has_says_so_and_starts_when_it_is_fre
         until(lambda: not kits.free(port))
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tmp_path):
     """One of two silos stands still in its pass; the ServerApp is killed, and the SuperLink stays."""
