@@ -5,6 +5,7 @@ and 4 n. In proportion, the second step costs twice as much as the first; the sq
 much.
 """
 
+import gc
 import json
 import re
 import shutil
@@ -67,6 +68,7 @@ def operations(act):
         count += event in ("call", "c_call")
 
     before = sys.gettrace(), sys.getprofile()
+    gc.disable()  # what other tests left behind would be counted if it was collected here
     sys.settrace(line)
     sys.setprofile(call)
     try:
@@ -75,6 +77,7 @@ def operations(act):
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
+        gc.enable()
     return count
 
 
