@@ -15,8 +15,8 @@ def add_seeds(
 ) -> dict[str, Any]:
     """Seed -> what is kept: of ``earlier`` seeds as it was, of the others by ``run``.
 
-    The first seed is always run. Where it is not what it was, the earlier figures are of other code or of another
-    processor, and a mean over both would be of neither: a line says so, and every seed is run.
+    The first seed is always run. If its figures have moved, the code or the processor differs, and earlier and new
+    figures do not belong in one mean. Then a line says so, and every seed is run.
     """
     found: dict[str, Any] = {}
     same = False

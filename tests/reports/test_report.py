@@ -1,4 +1,4 @@
-"""report.html says what the files say, of any run in any state, and nothing of a run acts in it."""
+"""report.html says what the files of a run say, in any state of the run, and executes nothing that a run contains."""
 
 import json
 import math
