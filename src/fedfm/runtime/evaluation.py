@@ -71,6 +71,9 @@ class Evaluation:
         return own(self.method, client, w)
 
 
+SCORE_HANDLER = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"  # asks for scores
+
+
 def _with_chosen(client: Client, chosen: Mapping[str, Mapping[str, float]] | None) -> Client:
     """Set the task's keys to the values in this request, so that no answer depends on an earlier request."""
     model = client.model

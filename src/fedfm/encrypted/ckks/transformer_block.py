@@ -263,8 +263,8 @@ class EncryptedBlock:
     def _scores(self, query: Ciphertexts, key: Ciphertexts) -> Ciphertexts:
         """Return real scores from pairs, refreshed: (heads T,)."""
         step, heads = self.layout.samples, []
-        for k in range(self.heads):
-            here, there = self._heads(query)[k], (self._heads(key)[k] * 2).over(2.0)  # the keys at the usual scale
+        for k, (here, there) in enumerate(zip(self._heads(query), self._heads(key), strict=True)):
+            there = (there * 2).over(2.0)  # the usual scale
             columns = there.rotations([i * step for i in range(self.layout.baby)])
             if "key_offset" in self.weights:
                 columns = concatenate([columns, self._offsets(k, there)])

@@ -42,7 +42,7 @@ from fedfm.privacy.exposure import HELLO, WORDS
 from fedfm.runtime import row_sums
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
-from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.evaluation import SCORE_HANDLER
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
 from fedfm.runtime.predictions import keeps_parts
@@ -50,7 +50,6 @@ from fedfm.runtime.site_policy import Question, SitePolicy, method_names, sessio
 from fedfm.runtime.who_scores import why_unasked
 from fedfm.version import __version__
 
-_SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
 _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
@@ -199,7 +198,7 @@ class ClientHost:
             else:
                 body = self._payload(handler, message["body"])
                 if self._own is not None:
-                    timeless = handler == _SCORES and not keeps_parts(self.experiment.method)
+                    timeless = handler == SCORE_HANDLER and not keeps_parts(self.experiment.method)
                     question = Question.of(handler, (round, call), body, timeless=timeless)
                     self._own.admit(question, self.experiment)
                     unsettled = question

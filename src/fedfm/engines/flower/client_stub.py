@@ -87,10 +87,7 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
     folder.chmod(0o700)
     silo = str(Path(str(node["silo"])).expanduser().resolve()) if node.get("silo") else None
     site_file = {"experiment": experiment, "silo": silo, "client": None if silo else node.get("client")}
-    handle, temporary = tempfile.mkstemp(dir=folder)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(site_file, file)
-    os.replace(temporary, path)
+    _write(path, json.dumps(site_file).encode())
 
 
 def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
@@ -132,10 +129,15 @@ def _take_folder(own: Path, silo: Path) -> None:
     if user and (silo.parent / user).exists():
         complain(f"{silo}: {user} in the same folder uses {own.name}: give each silo a folder of its own")
         raise ClientFault(E_REFUSED, "the silo's folder is that of another silo; its own output says which")
-    handle, temporary = tempfile.mkstemp(dir=own)
+    _write(mark, os.fsencode(silo.name))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file as a whole, so that no process reads a part of it; others than its owner cannot read it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as file:
-        file.write(os.fsencode(silo.name))
-    os.replace(temporary, mark)
+        file.write(content)
+    os.replace(temporary, path)
 
 
 def off(error: OSError, folder: Path) -> ClientFault:
@@ -189,10 +191,7 @@ def enter_run(folder: Path, node: int, run: int) -> None:
     """Store the ids of node and run; the silo needs them to ask the SuperLink whether the run has ended."""
     if flower_run(folder) != (node, run):
         with contextlib.suppress(OSError):  # if the disk is full, the worker ends after some idle time instead
-            handle, temporary = tempfile.mkstemp(dir=folder)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump([node, run], file)
-            os.replace(temporary, folder / _FLOWER)
+            _write(folder / _FLOWER, json.dumps([node, run]).encode())
 
 
 def flower_run(folder: Path) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
-from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.evaluation import SCORE_HANDLER
 from fedfm.runtime.judge import judge
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 JUDGE = "server.judge"
-SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
 
 
 class Judges(Silos):
@@ -102,7 +101,7 @@ class LocalLink:
         return self._silos.population.clients
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        if requests[0].handler != SCORES or requests[0].payload["part"] != "test":
+        if requests[0].handler != SCORE_HANDLER or requests[0].payload["part"] != "test":
             yield from self._exchange(requests)
             return
         asked: Params | None = requests[0].payload["w"]
