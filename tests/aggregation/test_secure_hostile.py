@@ -5,10 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from masked_sums import agrees, federation, names, step
 from scipy import stats
 
 from fedfm.aggregation import _secagg_keys as side
+from fedfm.aggregation._secagg import SecAgg
 from fedfm.aggregation._secagg_client import short
 from fedfm.aggregation.secure import Secure
 from fedfm.core.client import Client, on_client
@@ -130,6 +133,45 @@ def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_p
     agrees(step(fed, method, 1), names(5), 1, method)
     link.late["give"] = {"c02"}
     assert sum("the sum has 4 clients, expected at least 5" in found for found in refusals(fed, link, method, 2)) == 4
+
+
+@given(st.integers(3, 40), st.integers(0, 12), st.data())
+def test_a_list_of_survivors_splits_if_no_chain_of_masks_leads_from_one_to_all(n, neighbours, data):
+    agreed = side.Agreed("", "", names(n), torch.zeros(n, 1, dtype=torch.uint8), neighbours)
+    status = bytes(data.draw(st.lists(st.sampled_from([side.OUT, side.DEAD, side.ALIVE]), min_size=n, max_size=n)))
+    cohort = {p for p in range(n) if status[p] != side.OUT}
+    alive = {p for p in cohort if status[p] == side.ALIVE}
+    assume(len(cohort) > 2)
+    found, ahead = set(), sorted(alive)[:1]
+    while ahead:
+        found.add(p := ahead.pop())
+        ahead += (alive & {*agreed.around(p, cohort)}) - found
+    assert agreed.splits(status) == (found != alive)
+
+
+@pytest.mark.parametrize("silo", [False, True])
+def test_no_sum_of_a_part_of_the_survivors_can_be_read(silo, tmp_path, monkeypatch):
+    """Of ten silos in a ring the server leaves out two pairs: three on one side, three on the other have no masks in
+    common. Each silo asks for six.
+    """
+    own = {name: {"smallest_cohort": 6} for name in names(10)}
+    fed, link, method = federation(tmp_path, 10, Secure(threshold=0.5, neighbours=4), own=own)
+    agree = SecAgg._agree
+
+    def dropping(self, fed):
+        session = agree(self, fed)
+        ring = [session.agreement.names[p] for p in session.agreement.ring]
+        link.late["give"] = {*ring[:2], *ring[5:7]}
+        if silo:  # a server that goes on; each client makes an agreement of its own
+            session.agreement.splits = lambda status: False
+        return session
+
+    monkeypatch.setattr(SecAgg, "_agree", dropping)
+    with pytest.raises(RunError, match="aggregation.neighbours" if not silo else "SecAgg_consent"):
+        step(fed, method, 1)
+    asked = link.replies("consent")
+    assert len(asked) == (6 if silo else 0)
+    assert all("sums of parts" in reply.fault.reason for reply in asked.values())
 
 
 # --- what the clients are shown --------------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ over one list only.
 The default t > 0.67 h gives 2 t - h > h / 3, so the proof holds while at most a third of the holders help the server.
 ``threshold = 0.5`` gives 2 t - h >= 1, so the proof holds against the server alone. In a sparse graph all of this is
 true for each neighbourhood.
+
+(d) In a sparse graph a list of survivors may cut their masks into parts, each of which could be added up alone. Nobody
+consents to such a list (:meth:`Agreed.splits`). Survivors that help the server hide nothing: with t - d / 2 - 1 of them
+among the d / 2 clients on both sides of a part, the others there being dropouts, the server reads the part's sum.
 """
 
 from __future__ import annotations
@@ -270,6 +274,11 @@ class SecAgg(Transport):
             alive += 1
         _enough(fed, alive, max(least_of(self.threshold, n), 2), "clients sent a masked update")
         status = bytes((ALIVE if p in seals else DEAD) if here else OUT for p, here in enumerate(cohort))
+        if agreement.splits(status):
+            raise RunError(
+                f"round {fed.round}: {n - alive} of {n} clients dropped out, so that the masks of the others hide only "
+                "sums of parts of them; set a larger aggregation.neighbours"
+            )
         revealed = self._reveal(fed, session, i, status, seals)
         remove_masks(fed.round, session, i, status, seals, revealed, vectors)
         fed.heard = alive

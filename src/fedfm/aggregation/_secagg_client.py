@@ -204,13 +204,16 @@ class Member:
             share: more than this fraction of the cohort must have survived.
 
         Raises:
-            ClientFault: the list is too short or malformed, or a survivor's seal is for another cohort or model.
+            ClientFault: the list is too short or malformed, it splits the survivors (:meth:`Agreed.splits`), or a
+                survivor's seal is for another cohort or model.
         """
         ok = self.holds and 0 <= i < self.sums and len(status) == len(self.names) and set(status) <= {OUT, DEAD, ALIVE}
         if not ok or status[self.holds[0]] == DEAD:
             raise refusal("the list of survivors is not for a sum of this client")
         cohort, payload_digest = bytes(s != OUT for s in status), b""
         _enough(client, status.count(ALIVE), max(least_of(share, sum(cohort)), 2))
+        if self.agreement.splits(status):
+            raise refusal("the clients that dropped out leave masks which hide only sums of parts of the others")
         signers = witnesses(self.holds, status)
         if len(signers) != len(seals):
             raise refusal(f"seals of {len(seals)} survivors arrived, expected {len(signers)}")

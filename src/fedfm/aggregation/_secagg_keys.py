@@ -166,6 +166,24 @@ class Agreed:
         n = len(ring)
         return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
 
+    def splits(self, status: bytes) -> bool:
+        """Whether the dropouts cut the graph of the survivors' masks into parts.
+
+        Two survivors with a mask in common are revealed together only. Between parts there is no such mask, so whoever
+        unmasks all survivors can also add up one part alone. No mask reaches across d / 2 or more dropouts next to
+        each other in the ring, and two such gaps separate the clients between them from all others.
+
+        Args:
+            status: OUT, DEAD or ALIVE for each position.
+        """
+        ring = [p for p in self.ring if status[p] != OUT]
+        alive = [at for at, p in enumerate(ring) if status[p] == ALIVE]
+        n = len(ring)
+        if len(alive) < 2 or (d := degree(self._neighbours, n)) >= n - 1:
+            return False
+        gaps = [(after - at) % n for at, after in zip(alive, [*alive[1:], alive[0]], strict=True)]
+        return sum(gap > d // 2 for gap in gaps) > 1
+
     def statement(self, *what: keys.Context) -> tuple[keys.Context, ...]:
         """The data that a signature or an encrypted share covers."""
         return (LABEL, self.digest, *what)
