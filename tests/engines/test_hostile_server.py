@@ -17,6 +17,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedfm.config.experiment import Experiment
+from fedfm.config.toml import to_toml
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import apps, client_host, client_stub, client_worker, loopback
 from fedfm.engines.flower.private_api import identity
@@ -40,8 +41,6 @@ EXPERIMENT: dict[str, Any] = {
 
 def experiment(**change: Any) -> str:
     """The text of an experiment; what parsing at the server would refuse is written all the same."""
-    from fedfm.config.toml import to_toml
-
     tables = {name: {**EXPERIMENT.get(name, {}), **change.get(name, {})} for name in {**EXPERIMENT, **change}}
     return to_toml(tables)
 
@@ -358,6 +357,21 @@ def test_a_silo_downloads_nothing_unless_its_file_says_so(tmp_path):
 @pytest.mark.parametrize("key", ["test_fraction", "val_fraction"])
 def test_an_experiment_cannot_leave_a_silo_few_rows_to_train_on(tmp_path, key):
     assert Server(silo(tmp_path), experiment(data={key: 0.96})).hello() == "E_EXPERIMENT"
+
+
+def test_a_silo_takes_no_part_in_what_needs_all_parties_in_one_place(tmp_path):
+    """BlindFed without encryption asks for the rows themselves; the server writes another engine than it has."""
+    path = silo(tmp_path / "silo")
+    hidden = {"name": "blindfed", "encryption": "clear", "foundation": "nano-vit-fhe"}
+    methods = [hidden, hidden | {"protocol": "permuted"}, {"name": "centralised"}]
+    for number, method in enumerate(methods):
+        tables = {"data": EXPERIMENT["data"], "method": method, "run": {"engine": "local"}}
+        if method["name"] == "centralised":
+            tables["model"] = EXPERIMENT["model"]
+        assert Server(path, to_toml(tables), key=str(number)).hello() == "E_EXPERIMENT"
+    assert log_of(path).count("is for parties in one place") == len(methods)
+    path.write_text(path.read_text() + "\n")  # the count of hellos that do not fit begins again
+    assert Server(path, key="an honest run").hello() == "fits"
 
 
 def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):

@@ -56,15 +56,21 @@ class Question:
         )  # "part" may be any text that the server sends
 
 
-def method_names(experiment: Experiment) -> list[str]:
-    """The names of an experiment's method and of the methods inside it (FedBaF's base), whose halves answer, too."""
+def methods_of(experiment: Experiment) -> list[Method[Any]]:
+    """An experiment's method and the methods inside it (FedBaF's base), whose halves answer, too."""
 
-    def inside(method: Method[Any]) -> Iterator[str]:
+    def inside(method: Method[Any]) -> Iterator[Method[Any]]:
         for part in nested_methods(method):
-            yield name_of("methods", part)
+            yield part
             yield from inside(part)
 
-    return [experiment.method_name, *inside(experiment.method)]
+    return [experiment.method, *inside(experiment.method)]
+
+
+def method_names(experiment: Experiment) -> list[str]:
+    """The names of :func:`methods_of`."""
+    _, *inner = methods_of(experiment)
+    return [experiment.method_name, *(name_of("methods", method) for method in inner)]
 
 
 class SitePolicy(Protocol):

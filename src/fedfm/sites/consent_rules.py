@@ -11,7 +11,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.fields import toml_value
 from fedfm.errors import Faults, quote_names
 from fedfm.privacy.policy import TOLERANCE
-from fedfm.runtime.site_policy import method_names
+from fedfm.runtime.site_policy import method_names, methods_of
 from fedfm.sites.ledger import delta_of
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.silo_config import Silo
@@ -32,6 +32,10 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     for key in ("test_fraction", "val_fraction"):
         if not (share := getattr(experiment.data, key)) <= _MOST:
             faults.say(f"data.{key} = {share}: a silo allows at most {_MOST} of its rows", key=f"data.{key}")
+    for method in methods_of(experiment):  # whatever run.engine says: it is the server's word
+        if method.needs.local or method.needs.pooled:
+            what = method.needs.local or "the method pools all rows"
+            faults.say(f"{what}: that is for parties in one place, and a silo's rows stay its own", key="method.name")
     names = method_names(experiment)
     listed = silo.allow_methods
     for name in names:
