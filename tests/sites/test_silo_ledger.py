@@ -319,14 +319,15 @@ def test_an_older_copy_is_refused_and_an_absent_file_begins_at_zero(tmp_path):
     older = path.read_bytes()
     ledger.enter(entry("b", round=2))
     newest = path.read_bytes()
-    for copy in (older, newest.replace(b'"round": 2', b'"round": 1')):
+    half, zeros = older[: len(older) // 2], bytes(len(newest))  # a file that was cut, or not written before a crash
+    for copy in (older, newest.replace(b'"round": 2', b'"round": 1'), b"", half, newest.replace(b"\n", b" "), zeros):
         for process in (ledger, Ledger(path, Budget(rounds=3), mark)):
             path.write_bytes(copy)  # in place, or as another file
             with pytest.raises(ClientFault, match="lacks lines that it had, as an older copy does: nothing leaves"):
                 process.enter(entry("c", round=3))
             with pytest.raises(ClientFault, match="lacks lines"):
                 process.admit(entry("c", round=3))
-            path.unlink()
+            assert path.read_bytes() == copy
             path.write_bytes(newest)
     Ledger(path, Budget(rounds=3)).enter(entry("c", round=3))  # a process that was killed before it set the mark
     assert not entered(ledger, entry("d", round=4))

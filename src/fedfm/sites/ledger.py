@@ -4,7 +4,7 @@ The ledger is one JSON-lines file on the silo's own disk. An entry is on the dis
 crash the ledger may count a message that did not leave, but it never lacks a message that left. A crash while an entry
 is written leaves an incomplete last line: its message did not leave, and the next process removes the line. Another
 file in the silo's own folder, the mark, records how long the ledger was. If the ledger is shorter than that, it is an
-older copy, and the silo sends no message.
+older copy or damaged, and the silo sends no message. An absent ledger begins at zero.
 
 A refusal that depends on rows is an answer, so it has a line as well. Budgets are checked before rows are read, so that
 a refusal because of a budget does not show whether there would have been an answer.
@@ -31,7 +31,7 @@ from fedfm.core.text import to_json
 from fedfm.errors import E_REFUSED, ClientFault, InputError, NotWritten, first_line
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget, Requirements
-from fedfm.sites.ledger_mark import lacks_lines
+from fedfm.sites.ledger_mark import forget, lacks_lines
 
 VERSION = 2  # newest version of a line that this module reads; 2 has cost.concentrated
 OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure for which an answer counts as a round
@@ -215,9 +215,7 @@ class Ledger:
         mark: another file that records how long the ledger was, so that an older copy is refused; None for no mark.
     """
 
-    def __init__(
-        self, path: Path, budget: Budget, mark: Path | None = None, require: Requirements | None = None
-    ) -> None:
+    def __init__(self, path: Path, budget: Budget, mark: Path | None = None, require: Requirements | None = None):
         self.path, self.budget, self._mark, self._require = path, budget, mark, require or Requirements()
         self._file, self._at = (0, 0), 0
         self._totals, self._sha256 = Totals(), hashlib.sha256()
@@ -288,7 +286,8 @@ class Ledger:
     @contextmanager
     def _alone(self) -> Iterator[int]:
         """A context with the file open and locked."""
-        new = not self.path.exists()
+        if new := not self.path.exists():
+            forget(self._mark)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -12,12 +12,15 @@ def mark_of(folder: Path, path: Path) -> Path:
     return folder / "ledgers" / f"{hashlib.sha256(str(path).encode(errors='surrogateescape')).hexdigest()[:32]}.json"
 
 
-def lacks_lines(content: bytes, mark: Path | None) -> bool:
-    """Whether a ledger's content lacks lines that the ledger had before, as an older copy does.
+def forget(mark: Path | None) -> None:
+    """Remove the mark of an absent ledger: whoever moved the ledger away starts over, and the next begins at zero."""
+    if mark is not None:
+        mark.unlink(missing_ok=True)
 
-    An absent ledger lacks no lines, since it begins at zero.
-    """
-    if mark is None or not content:
+
+def lacks_lines(content: bytes, mark: Path | None) -> bool:
+    """Whether a ledger's content lacks lines that the ledger had before, as an older copy or an emptied file does."""
+    if mark is None:
         return False
     try:
         known = json.loads(mark.read_text(encoding="ascii"))

@@ -31,7 +31,7 @@ def report(path: Path) -> dict[str, Any]:
     silo = silo_config.load(path)
     left = entries(Path(silo.ledger))
     mark = mark_of(path.resolve().parent / ".fedfm", Path(silo.ledger))
-    if left and lacks_lines(Path(silo.ledger).read_bytes(), mark):
+    if Path(silo.ledger).exists() and lacks_lines(Path(silo.ledger).read_bytes(), mark):
         raise InputError(
             f"{silo.ledger} lacks lines that it had, as an older copy does, so the silo answers nothing: put the "
             f"newest copy back; to go on without these lines remove {mark}"
