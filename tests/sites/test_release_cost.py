@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 from fedfm.privacy.composition import Releases as R
 from fedfm.privacy.composition import epsilon_of, epsilon_of_concentrated, noise_multiplier_for_concentrated
 from fedfm.runtime.result import spending
-from fedfm.sites.ledger import NOTHING, Cost, Entry, Totals
+from fedfm.sites.ledger import NOTHING, UNBOUNDED, Cost, Entry, Totals
 from fedfm.sites.release_cost import ReleaseCosts
 from small import experiment
 
@@ -61,6 +61,22 @@ def test_a_silo_counts_at_least_the_epsilon_that_the_experiment_states(tmp_path)
 def _entry(asked, cost):
     known = {"time": "", "run": "r", "experiment": "", "round": 1, "call": 1, "method": "", "handler": asked}
     return Entry(**known, exposes="mean", form="plain", bytes=1, sha256=asked, epsilon=None, cost=cost, asked=asked)
+
+
+def test_under_dp_sgd_every_answer_of_a_method_has_its_noise(tmp_path):
+    """A single reply, too: the client half reads training rows by its private optimiser alone."""
+    privacy, taken = {"mechanism": "dp_sgd", **RECORD, "clip_norm": 1.0}, {}
+    for method in available("methods"):
+        try:
+            e = Experiment.from_dict(experiment(tmp_path, privacy=privacy) | {"method": {"name": method}})
+        except InputError:
+            continue
+        costs = ReleaseCosts(e, 40)
+        halves = [f"train.{name}" for name in e.method.means] + [f"query.{name}" for name in e.method.asks]
+        taken[method] = {costs.of(handler) for handler in halves}
+        assert taken[method] == {costs.release}, method
+        assert costs.of("scores.Evaluation_evaluate") == UNBOUNDED
+    assert taken.keys() >= {"fedavg", "fedawa", "fedbip"}
 
 
 def test_a_method_that_adds_noise_at_the_server_draws_its_key_there(tmp_path):

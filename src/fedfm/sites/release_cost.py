@@ -56,7 +56,8 @@ class ReleaseCosts:
             release = replace(release, noise_multiplier=mechanism.noise_of_one_answer)
             times = -(-times // mechanism.period)
         self.mechanism, self.release = mechanism_name if release else "", release or UNBOUNDED
-        self._asks, self._times = mine is not None, times
+        # Under DP-SGD a client half reads training rows by its optimiser alone, so each of its answers is covered.
+        self._asks, self._times = mine is not None or isinstance(mechanism, DpSgd), times
         self._hidden = isinstance(experiment.aggregation, Secure)
 
     def of(self, handler: str) -> Cost:
