@@ -275,6 +275,26 @@ def test_a_server_in_the_middle_is_found(tmp_path):
     assert sum("c00 has another identity than before" in r for r in refusals(fed, link, method, 2)) == 3
 
 
+def test_a_client_notices_another_identity_in_its_own_place(tmp_path):
+    """The server signs c00's true keys with a key of its own, so it could sign for c00 from then on."""
+    fed, link, method = federation(tmp_path, 4)
+    own = keys.entropy(32)
+
+    def signed_again(table):
+        card = side.Card(side.bytes_of(table[0]))
+        said = (side.LABEL, "keys", fed.aggregator.transport._terms, session(link), "c00", card.keys)
+        table = table.clone()
+        table[0] = side.to_tensor(keys.identity_of(own) + card.keys + keys.sign(own, *said))
+        return table
+
+    link.change = changed("share", published=signed_again)
+    assert sum("shows keys for this client that are not its own" in r for r in refusals(fed, link, method)) == 1
+
+
+def session(link):
+    return next(r.payload["session"] for r in link.sent if r.handler.endswith("_keys"))
+
+
 def rostered(n):
     """Silos with lasting keys and the roster of all."""
     private = {name: keys.entropy(32) for name in names(n)}

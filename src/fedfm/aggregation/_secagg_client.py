@@ -111,7 +111,7 @@ class Member:
             if (owner := owners.setdefault(card.identity, name)) != name:
                 raise refusal(f"{owner} and {name} sign with the same key, so one silo would count twice")
             if name == client.id:
-                if card.keys != self.own.public():
+                if (card.identity, card.keys) != (keys.identity_of(identity_of(client)), self.own.public()):
                     raise refusal("the list of members shows keys for this client that are not its own")
             elif not keys.verify(card.identity, card.signature, *self.key_context(name, card.keys)):
                 raise refusal(f"{name} did not sign its keys for this agreement")
