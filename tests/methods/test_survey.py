@@ -301,6 +301,31 @@ def test_figures_beside_hidden_counts_do_not_depend_on_them(silos, least):
         assert told(one) == told(other)
 
 
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(10, 60)), min_size=2, max_size=5), st.integers(2, 10))
+def test_no_small_count_of_a_silo_follows_from_distances(silos, least):
+    """Two classes, so that a distance has one unknown: the counts that fit a silo's distance are more than one."""
+    blocks = (sums.SurveyBlock(sums.TARGETS, ("no", "yes"), 2, 1),)
+    counts = {str(k): np.array(c, dtype=float) for k, c in enumerate(silos)}
+    parts = {
+        k: sums.sums_of({sums.TARGETS: np.repeat(np.eye(2), c.astype(int), 0)}, c.sum()) for k, c in counts.items()
+    }
+    shown = figures.silo_figures(parts, blocks, least)
+    share = sum(counts.values()) / sum(c.sum() for c in counts.values())
+    if not any(0 < c[0] < least for c in counts.values()):
+        for k, c in counts.items():
+            assert shown[k][sums.TARGETS] == pytest.approx(abs(c / c.sum() - share).sum() / 2)
+        return
+    for k, c in counts.items():
+        n, step = c.sum(), least / c.sum()
+        fits = [
+            m
+            for m in range(int(n) + 1)
+            if abs(round(abs(m / n - share[0]) / step) * step - shown[k][sums.TARGETS]) < 1e-9
+        ]
+        assert c[0] in fits
+        assert len(fits) > 1 or shown[k][sums.TARGETS] == 1
+
+
 def test_a_silo_of_few_rows_sends_zeros_and_small_counts_are_hidden(place, tmp_path):
     sizes = {k: int((WHERE[:TRAIN] == k).sum()) for k in "abcd"}
     least = sorted(sizes.values())[1]  # one silo is below

@@ -170,22 +170,36 @@ def _drift_within(sums: Mapping[str, Array], rows: float) -> dict[str, float | N
     return {"between": min(max(1 - within / spread, 0.0), 1.0), "adjusted": min(max(adjusted, 0.0), 1.0)}
 
 
+def _distance_step(parts: Mapping[str, Mapping[str, Array]], least: int) -> float:
+    """The rows to which distances of targets are rounded: ``least`` if a silo has a count from 1 to ``least`` - 1.
+
+    With two classes a distance, the silo's rows and all counts determine the silo's counts, and those of all silos but
+    one determine the last one's.
+    """
+    counts = [part[f"{TARGETS}.sum"] for part in parts.values() if f"{TARGETS}.sum" in part]
+    return float(least) if any(((c > 0.5) & (c < least - 0.5)).any() for c in counts) else 0.0
+
+
 def silo_figures(parts: Mapping[str, Mapping[str, Array]], blocks: Sequence[SurveyBlock], least: int) -> dict[str, Any]:
     """For each silo its rows, and its distances from the mean of all rows: of targets and of features.
 
-    ``targets`` is the total variation distance of its shares. ``features`` is the squared distance of its mean of
-    features, divided by the variance of all rows; ``by_chance`` is expected of as many rows drawn from all.
+    ``targets`` is the total variation distance of its shares (:func:`_distance_step`). ``features`` is the squared
+    distance of its mean of features, divided by the variance of all rows; ``by_chance`` is expected of as many rows
+    drawn from all.
     """
     known = {name: part for name, part in parts.items() if part[SILOS][0] > 0.5}
     every = {name: np.sum([part[name] for part in known.values()], axis=0) for name in next(iter(known.values()), {})}
     found: dict[str, Any] = {name: {"rows": None} for name in parts}
+    step = _distance_step(known, least)
     for name, part in known.items():
         own, rows = float(part[ROWS][0]), float(every[ROWS][0])
         found[name] = {"rows": _count(own, least)}
         for block in blocks:
             total, mine = every[f"{block.name}.sum"], part[f"{block.name}.sum"]
             if block.name == TARGETS and total.sum() > 0 and mine.sum() > 0:
-                found[name][TARGETS] = float(np.abs(mine / mine.sum() - total / total.sum()).sum() / 2)
+                apart = float(np.abs(mine / mine.sum() - total / total.sum()).sum() / 2)
+                size = step / float(mine.sum())
+                found[name][TARGETS] = min(round(apart / size) * size, 1.0) if step else apart
             if block.name == FEATURES and (variance := block.total_spread(total, rows) / rows) > _LEAST_SPREAD:
                 apart = mine / own - total / rows
                 found[name][FEATURES] = float(apart @ apart) / variance
