@@ -36,8 +36,13 @@ _ALWAYS = (
     "No other run uses the same rows: the epsilons of several runs add up.",
 )
 _BY_UNIT = {
-    "record": "Each person has one row, at one client; a person with several rows, or at several clients, spends more.",
-    "client": "Each person's rows are at one client; a person at several clients spends more.",
+    "record": (
+        "Each person has one row, at one client; a person with several rows, or at several clients, spends more.",
+        "A row is a training row as the run has it: data.limit, data.test_fraction and data.val_fraction draw from all "
+        "rows of a table, so one row more in it changes which others train. For a row of the table, mark test rows by "
+        "data.split.",
+    ),
+    "client": ("Each person's rows are at one client; a person at several clients spends more.",),
 }
 
 
@@ -63,7 +68,7 @@ def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> d
     asked = privacy or {}
     unit = " and ".join(values_of("unit")) or str(asked.get("unit") or "")
     deltas = [e["delta"] for e in spent if isinstance(e.get("delta"), float | int)]
-    assumptions = [*(text for key, text in _BY_UNIT.items() if unit == key), *_ALWAYS]
+    assumptions = [*_BY_UNIT.get(unit, ()), *_ALWAYS]
     if trials := len([e for e in entries if e.get("what") == "tuning"]):
         assumptions.append(f"The {trials} runs that chose the learning rate are not included in this epsilon.")
     found = {"epsilon": ledger.get("epsilon"), "delta": max(deltas, default=asked.get("delta")), "unit": unit or None}
