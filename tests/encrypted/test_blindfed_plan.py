@@ -1,10 +1,13 @@
 """The plan of an encrypted run against a run."""
 
 import math
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
@@ -14,6 +17,7 @@ from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
+from fedfm.encrypted.inference import operation_seconds
 from fedfm.encrypted.inference.cost_estimate import plan
 from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
 from fedfm.encrypted.inference.operation_count import count_operations
@@ -105,3 +109,22 @@ def test_insecure_parameters_and_too_many_rows_are_refused():
     model, *_ = random_model(3, TOKENS, D, blocks=1)
     with pytest.raises(InputError, match="encrypt fewer rows"):
         plan(model, [10**12], "class")
+
+
+@given(st.integers(0, 4), st.integers(1, 3))
+@settings(max_examples=4, deadline=None)
+def test_calls_that_get_new_memory_are_not_planned(growing, turns):
+    """Whichever the first calls are that the system clears memory for; a call that always gets more is planned."""
+    kept = []
+
+    def work(limit):
+        if len(kept) < limit:
+            start = time.process_time()
+            kept.append(np.ones(1 << 20))  # 8 MiB
+            while time.process_time() - start < 0.02:
+                pass
+
+    assert operation_seconds._measure_seconds(lambda: work(growing + 1), 1, turns) < 0.01  # one call warms up
+    assert len(kept) == growing + 1
+    kept.clear()
+    assert operation_seconds._measure_seconds(lambda: work(10**6), 1, 1) > 0.015

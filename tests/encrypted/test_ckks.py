@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks import encoding
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, products, relinearise_and_rescale
-from fedfm.encrypted.ckks.inner_products import inner
+from fedfm.encrypted.ckks.inner_products import inner, product_pairs, square_again
 from fedfm.encrypted.ckks.matrices import linear, matrix_product
 from fedfm.encrypted.ckks.ring import SECURE_BITS, SLOW_LINK, Parameters
 from fedfm.errors import InputError
@@ -188,6 +188,42 @@ def test_squares_rotations_and_sums():
     np.testing.assert_allclose(opened(EX[:3].total()), X[:3].sum(0, keepdims=True), atol=1e-6)
     np.testing.assert_allclose(opened(relinearise_and_rescale(inner(EX, EY))), (X * Y).sum(0, keepdims=True), atol=1e-5)
     np.testing.assert_allclose(opened(concatenate([EX[:2], EY.at(4)[2:]])), np.vstack([X[:2], Y[2:]]), atol=1e-6)
+
+
+@given(st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=5, deadline=None)
+def test_pairs_of_products_open_to_both_products(count, seed):
+    """Against the slots; the unit is i or -i in turn, and an odd one out stays real."""
+    which = np.random.default_rng(seed).integers(0, len(X), count).tolist()
+    got = product_pairs(EX[:count], EY, which)
+    want, half = X[:count] * Y[which], (count + 1) // 2
+    pairs = want[:half].astype(complex)
+    pairs[: count - half] += 1j ** (3 ** (np.arange(PARAMETERS.slots) % 2)) * want[half:]
+    np.testing.assert_allclose(CLIENT.decrypt_complex(got.residues, got.scale), pairs, atol=1e-5)
+    assert got.level == EX.level - 1
+
+
+def test_a_square_before_another_square_asks_for_half_as_many_ciphertexts():
+    asked = []
+
+    def refresh(x):
+        asked.append(len(x))
+        assert not np.abs(CLIENT.decrypt_complex(x.residues, x.scale).imag).max() < 1  # pairs
+        coefficients = CLIENT.ring.backward(CLIENT.decrypt_polynomials(x.residues))
+        fresh = CLIENT.encrypt_polynomials(CLIENT.ring.halves(coefficients, PARAMETERS.limbs))
+        return Ciphertexts(fresh.view(np.uint64), x.scale / 2, x.evaluator)
+
+    keys = ckks.ServerKeys(PARAMETERS, CLIENT.public(), floor=3, refresh=refresh)
+    x = Ciphertexts(EX.limbs[:3], EX.scale, keys)
+    got = square_again(x)
+    np.testing.assert_allclose(opened(got), X[:3] ** 2, atol=1e-5)
+    assert asked == [2]
+    assert got.level == EX.level
+    keys.floor = 1  # the square has a level for another one
+    np.testing.assert_allclose(opened(square_again(x)), X[:3] ** 2, atol=1e-5)
+    assert asked == [2]
+    with pytest.raises(InputError, match="2 factors for 3 ciphertexts"):
+        product_pairs(x, x, [0, 1])
 
 
 def test_a_public_encryption_is_fresh_and_right():

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, relinearise_and_rescale
-from fedfm.encrypted.ckks.inner_products import inner, outer
+from fedfm.encrypted.ckks.inner_products import inner, outer, product_pairs, square_again
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.ring import Parameters, Residues
 from fedfm.encrypted.ckks.slot_constants import encode_slots, times_slots, weighted_sum
@@ -48,6 +48,13 @@ class Folding(Protocol):
 
     def evaluate_folded(self, u: Any, /) -> Any:
         """Return the polynomial's value p(x) for u = a x + b."""
+
+
+class Powers(Folding, Protocol):
+    """A polynomial for exp that ends with squares of squares."""
+
+    def evaluate_folded(self, u: Any, /, again: Any = ...) -> Any:
+        """Return the polynomial's value; ``again`` squares what will be squared again."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class EncryptedBlock:
     heads: int
     weights: Mapping[str, Matrix]
     norms: tuple[Folding, Folding]
-    exponential: Folding
+    exponential: Powers
     inverse: Folding
     inverse_scales: Matrix
     gelu: Folding
@@ -201,7 +208,7 @@ class EncryptedBlock:
         key = linear(self.weights["key"], y, self.weights["key_bias"])
         value = self._refresh_pairs(self._values(y, mask))
         scores = self._scores(self._refresh_pairs(query), self._refresh_pairs(key, -1))
-        powers = self.exponential.evaluate_folded(self._add_shifts(scores, a, b))
+        powers = self.exponential.evaluate_folded(self._add_shifts(scores, a, b), square_again)
         if mask is None:
             sums = self._scaled_row_sums(powers)
         else:
@@ -209,8 +216,7 @@ class EncryptedBlock:
             sums = self._masked_row_sums(powers, mask).times(self.inverse_scales)
         after = self.inverse_scales / getattr(self.inverse, "start", 1.0)
         inverses = self.inverse.evaluate_folded(sums).times(after)
-        # Refresh here, before the many rotated copies are made.
-        return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
+        return self._mix_values(self._attention_weights(powers, inverses.refresh()), value)
 
     def _values(self, y: Ciphertexts, mask: Ciphertexts | None) -> Ciphertexts:
         """Return the values (d,); with a mask, those of copies are zero, and so is their bias."""
@@ -330,16 +336,22 @@ class EncryptedBlock:
         return concatenate(out)
 
     def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
-        """Return the attention weights: each diagonal times the inverse of its row sums, and zero for copies."""
+        """Return the attention weights: each diagonal times the inverse of its row sums, and zero for copies.
+
+        They are refreshed here, as pairs, before the many rotated copies are made. Both diagonals of a pair are of the
+        same baby step, so they have the same mask of copies.
+        """
         step, b = self.layout.samples, self.layout.baby
         turned = inverses.rotations([-giant * step for giant in self._giants])
         rows = [g * self.heads + k for k in range(self.heads) for g in range(len(self._giants)) for _ in range(b)]
-        weights = powers * turned[rows]
-        if self.layout.places == self.layout.tokens:
-            return weights
-        weights = weights.for_plain()
-        scale = weights.plain_scale()
-        return weights.evaluator.rescale(times_slots(weights, self._masks(weights, scale), scale))
+        weights = product_pairs(powers, turned, rows)
+        if self.layout.places != self.layout.tokens:
+            if weights.level < max(weights.evaluator.floor, 1):  # no prime is left for the masks
+                weights = weights.refresh_pairs()
+            weights = weights.for_plain()
+            scale = weights.plain_scale()
+            weights = weights.evaluator.rescale(times_slots(weights, self._masks(weights, scale), scale))
+        return weights.refresh_pairs().unpair(len(powers))
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
         """Return the sums of the values, which are pairs, weighted by the attention weights: (heads T,) -> (d,)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
@@ -31,6 +32,10 @@ class Arithmetic(Protocol):
 
 
 X = TypeVar("X", bound=Arithmetic)
+
+
+def _square(x: X) -> X:
+    return x.square()
 
 
 class Polynomial(ABC):
@@ -102,11 +107,13 @@ class Exponential(Polynomial):
         # T_2(u) = ((u + 1)^2 + 1) / 2 = ((u + 1) / sqrt 2)^2 + 1/2: one square, no other product.
         return (unit / math.sqrt(2), 1 / math.sqrt(2)) if self.degree == 2 else (unit, 0.0)
 
-    def evaluate_folded(self, u: X) -> X:
+    def evaluate_folded(self, u: X, again: Callable[[X], X] = _square) -> X:
+        """Return the value for the folded argument; ``again`` squares what will be squared again."""
         coefficients = [1 / math.factorial(i) for i in range(self.degree + 1)]
-        y = u.square() + 0.5 if self.degree == 2 else power_series(coefficients, u)
-        for _ in range(self.squarings):
-            y = y.square()
+        last = self.squarings - 1
+        y = (again if last >= 0 else _square)(u) + 0.5 if self.degree == 2 else power_series(coefficients, u)
+        for i in range(self.squarings):
+            y = (again if i < last else _square)(y)
         return y
 
     def error(self) -> float:
