@@ -18,7 +18,7 @@ from fedfm.errors import InputError
 
 SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum whose operands have slightly different scales
 _EXACT_FACTOR = 16  # a product with an integer up to this number costs no level
-_LEAST_BITS = 16  # a narrow prime rescales a product only if the encoded factor has at least this number of bits
+LEAST_BITS = 16  # a narrow prime rescales a product only if the encoded factor has at least this number of bits
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
@@ -240,7 +240,7 @@ class Ciphertexts:
             able = range(self.level + 1, least, -1)
             narrow = [n for n in able if not parameters.wide(n)]
             fits = (
-                narrow and smallest * parameters.scale * parameters.primes[narrow[0] - 1] >= self.scale * 2**_LEAST_BITS
+                narrow and smallest * parameters.scale * parameters.primes[narrow[0] - 1] >= self.scale * 2**LEAST_BITS
             )
             if fits:
                 return self.at(narrow[0])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, factors
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, factors, products, relinearise_and_rescale
 from fedfm.errors import InputError
 
 _PAIRS = 4  # number of pairs that are computed at a time, so that their products stay in the cache
@@ -68,13 +68,38 @@ def product_pairs(a: Ciphertexts, b: Ciphertexts, which: Sequence[int] | None = 
     return Ciphertexts(out.view(np.uint64), scale, x.evaluator)
 
 
+def raw_square(x: Ciphertexts) -> Ciphertexts:
+    """Return squares with three polynomials, not rescaled, for sums or :func:`reduce_for_product`."""
+    return products(x, x)
+
+
 def square_again(x: Ciphertexts) -> Ciphertexts:
     """Return squares that have a level for another product: (count,) -> (count,).
 
     If they have to be refreshed for it, they become pairs before they are relinearised.
     """
-    evaluator, (x, _) = x.evaluator, factors(x, x)
-    levels = range(x.level, max(evaluator.floor, 1), -1)  # after the square
-    if evaluator.refresh is None or any(evaluator.ring.parameters.wide(limbs) for limbs in levels):
+    x, _ = factors(x, x)
+    if _has_product_after(x):
         return x.square()
     return product_pairs(x, x).refresh_pairs().unpair(len(x))
+
+
+def reduce_for_product(x: Ciphertexts, refreshed: bool = False) -> Ciphertexts:
+    """Relinearise and rescale unreduced products, as :func:`square_again` does: (count,) -> (count,).
+
+    Args:
+        x: products with three polynomials; others stay as they are.
+        refreshed: whether the result is refreshed in any case.
+    """
+    if x.limbs.shape[1] == 2:
+        return x.refresh() if refreshed else x
+    if not refreshed and _has_product_after(x):
+        return relinearise_and_rescale(x)
+    return relinearise_and_rescale(x.pair()).refresh_pairs().unpair(len(x))
+
+
+def _has_product_after(x: Ciphertexts) -> bool:
+    """Whether a product that is rescaled by the last prime of x has a level for another one, or nobody refreshes it."""
+    evaluator = x.evaluator
+    levels = range(x.level, max(evaluator.floor, 1), -1)
+    return evaluator.refresh is None or any(evaluator.ring.parameters.wide(limbs) for limbs in levels)

@@ -213,8 +213,8 @@ def _measure_seconds(work: Callable[[], object], count: int, turns: int = _AGAIN
 
     Other work on the machine slows a run's operations as well, so the minimum would be too small. A call for which the
     process got more memory does not count, up to ``_SPARE`` of them: the system clears new memory, which for a refresh
-    of hundreds of ciphertexts can take half as long as the refresh itself. Freed memory is split between later arrays, so even
-    the third call may get more. The blocks of a run use the memory of the first block again.
+    of hundreds of ciphertexts can take half as long as the refresh itself. Freed memory is split between later arrays,
+    so even the third call may get more. The blocks of a run use the memory of the first block again.
     """
     work()  # the first call compiles code and makes tables
     spent, counted, spare = 0.0, 0, _SPARE

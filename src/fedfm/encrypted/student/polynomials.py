@@ -107,13 +107,14 @@ class Exponential(Polynomial):
         # T_2(u) = ((u + 1)^2 + 1) / 2 = ((u + 1) / sqrt 2)^2 + 1/2: one square, no other product.
         return (unit / math.sqrt(2), 1 / math.sqrt(2)) if self.degree == 2 else (unit, 0.0)
 
-    def evaluate_folded(self, u: X, again: Callable[[X], X] = _square) -> X:
-        """Return the value for the folded argument; ``again`` squares what will be squared again."""
-        coefficients = [1 / math.factorial(i) for i in range(self.degree + 1)]
-        last = self.squarings - 1
-        y = (again if last >= 0 else _square)(u) + 0.5 if self.degree == 2 else power_series(coefficients, u)
-        for i in range(self.squarings):
-            y = (again if i < last else _square)(y)
+    def evaluate_folded(self, u: X, again: Callable[[X], X] = _square, last: Callable[[X], X] = _square) -> X:
+        """Return the value for the folded argument; ``last`` computes the last square, ``again`` those before it."""
+        if self.degree == 2:
+            y = (again if self.squarings else last)(u) + 0.5
+        else:
+            y = power_series([1 / math.factorial(i) for i in range(self.degree + 1)], u)
+        for left in range(self.squarings - 1, -1, -1):
+            y = (again if left else last)(y)
         return y
 
     def error(self) -> float:
