@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from torch import Tensor
 
+_COARSE = 2  # number of last steps of 1/x whose noise matters little
 WIDEST = 64.0  # largest ratio M / m of an interval for 1/x and 1/sqrt(x)
 
 
@@ -150,6 +151,15 @@ class Inverse(Polynomial):
         return 1.0 if ratio <= WIDEST or not self.steps else 2.0 ** -round(math.log2(ratio) / 2)
 
     @property
+    def lift(self) -> int:
+        """By how much u, below 2, and b, below 1, may be multiplied and stay below the largest value inside; up to 16.
+
+        The noise of a refresh of u is that of the relative error times u, and the same of b, but half of it after each
+        step. So with a wide interval they are refreshed at a larger scale.
+        """
+        return min(max(int(1 / (16 * self.start)), 1), 16)
+
+    @property
     def depth(self) -> int:
         return self.steps + 1
 
@@ -159,12 +169,12 @@ class Inverse(Polynomial):
 
     def evaluate_folded(self, u: X) -> X:
         """Return ``start`` / u for the scaled argument u; the caller multiplies by the scale over ``start``."""
-        renew(u)
+        renew(u, lift=self.lift)
         minus, start = u * -1, self.start
         a, b = (minus if start == 1.0 else minus * start) + 2.0 * start, minus + 1.0
-        for _ in range(self.steps):
+        for left in range(self.steps - 1, -1, -1):
             b = b.square()
-            renew(a, b)
+            renew(b, a, lift=self.lift if left >= _COARSE else 1)
             a = a * (b + 1.0)
         return a
 
@@ -311,10 +321,13 @@ def power_series(coefficients: list[float], u: X) -> X:
     return part(coefficients)  # type: ignore[no-any-return]
 
 
-def renew(first: X, *others: X) -> None:
-    """Refresh all ciphertexts of the next product with one message, if one of them has no level left."""
+def renew(first: X, *others: X, lift: int = 1) -> None:
+    """Refresh all ciphertexts of the next product with one message, if one of them has no level left.
+
+    The first one gets ``lift`` times less noise; its values times ``lift`` have to be within the bound of the masks.
+    """
     if (renew := getattr(first, "renew_with", None)) is not None:
-        renew(*others)
+        renew(*others, lift=lift)
 
 
 @dataclass(frozen=True)
