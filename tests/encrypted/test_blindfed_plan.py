@@ -1,6 +1,7 @@
 """The plan of an encrypted run against a run."""
 
 import math
+import mmap
 from collections import Counter
 from types import SimpleNamespace
 
@@ -119,7 +120,8 @@ def test_calls_that_get_new_memory_are_not_planned(growing, turns, monkeypatch):
     def work(limit):
         grows = len(kept) < limit
         if grows:
-            kept.append(np.ones(1 << 20))  # 8 MiB
+            kept.append(mmap.mmap(-1, 8 << 20))  # not from the heap, which may have freed memory
+            kept[-1].write(bytes([1]) * (8 << 20))
         clock[0] += 1.0 if grows else 0.25
 
     assert operation_seconds._measure_seconds(lambda: work(growing + 1), 1, turns) == 0.25  # one call warms up
