@@ -1,7 +1,9 @@
 """The plan of an encrypted run against a run."""
 
 import math
+import mmap
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
+from fedfm.encrypted.inference import operation_seconds
 from fedfm.encrypted.inference.cost_estimate import plan
 from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
 from fedfm.encrypted.inference.operation_count import count_operations
@@ -46,7 +49,8 @@ def test_a_run_does_what_was_planned(parameters, monkeypatch):
         call = getattr(owner.keys.ring, name)
 
         def multiply(a, b, *others, kind=kind, call=call):
-            found[kind, a.shape[2]] += math.prod(others[0][:3]) if kind == "term" else len(a)
+            each = math.prod(others[0][:3]) if kind == "term" else len(a)
+            found[kind, a.shape[2]] += each * a.shape[1] // 2  # for each two polynomials
             call(a, b, *others)
 
         monkeypatch.setattr(owner.keys.ring, name, multiply)
@@ -105,3 +109,21 @@ def test_insecure_parameters_and_too_many_rows_are_refused():
     model, *_ = random_model(3, TOKENS, D, blocks=1)
     with pytest.raises(InputError, match="encrypt fewer rows"):
         plan(model, [10**12], "class")
+
+
+@pytest.mark.parametrize(("growing", "turns"), [(0, 1), (1, 3), (4, 2)])
+def test_calls_that_get_new_memory_are_not_planned(growing, turns, monkeypatch):
+    """By a clock that counts calls: the system clears memory for the first ones; one that always gets more counts."""
+    kept, clock = [], [0.0]
+    monkeypatch.setattr(operation_seconds, "time", SimpleNamespace(process_time=lambda: clock[0]))
+
+    def work(limit):
+        grows = len(kept) < limit
+        if grows:
+            kept.append(mmap.mmap(-1, 8 << 20))  # not from the heap, which may have freed memory
+            kept[-1].write(bytes([1]) * (8 << 20))
+        clock[0] += 1.0 if grows else 0.25
+
+    assert operation_seconds._measure_seconds(lambda: work(growing + 1), 1, turns) == 0.25  # one call warms up
+    assert len(kept) == growing + 1
+    assert operation_seconds._measure_seconds(lambda: work(10**6), 2, 1) == 0.5

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks import encoding
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, products, relinearise_and_rescale
-from fedfm.encrypted.ckks.inner_products import inner
+from fedfm.encrypted.ckks.inner_products import inner, product_pairs, raw_square, reduce_for_product, square_again
 from fedfm.encrypted.ckks.matrices import linear, matrix_product
 from fedfm.encrypted.ckks.ring import SECURE_BITS, SLOW_LINK, Parameters
+from fedfm.encrypted.student.polynomials import Inverse
 from fedfm.errors import InputError
 
 seal = pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
@@ -28,6 +29,13 @@ def numbers(count, seed=0, size=1.0):
 
 def encrypted(values):
     return Ciphertexts(CLIENT.encrypt(values).view(np.uint64), PARAMETERS.scale, SERVER)
+
+
+class Squared(np.ndarray):
+    """An array with a square."""
+
+    def square(self):
+        return self * self
 
 
 def opened(x):
@@ -188,6 +196,68 @@ def test_squares_rotations_and_sums():
     np.testing.assert_allclose(opened(EX[:3].total()), X[:3].sum(0, keepdims=True), atol=1e-6)
     np.testing.assert_allclose(opened(relinearise_and_rescale(inner(EX, EY))), (X * Y).sum(0, keepdims=True), atol=1e-5)
     np.testing.assert_allclose(opened(concatenate([EX[:2], EY.at(4)[2:]])), np.vstack([X[:2], Y[2:]]), atol=1e-6)
+
+
+@given(st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=5, deadline=None)
+def test_pairs_of_products_open_to_both_products(count, seed):
+    """Against the slots; the unit is i or -i in turn, and an odd one out stays real."""
+    which = np.random.default_rng(seed).integers(0, len(X), count).tolist()
+    got = product_pairs(EX[:count], EY, which)
+    want, half = X[:count] * Y[which], (count + 1) // 2
+    pairs = want[:half].astype(complex)
+    pairs[: count - half] += 1j ** (3 ** (np.arange(PARAMETERS.slots) % 2)) * want[half:]
+    np.testing.assert_allclose(CLIENT.decrypt_complex(got.residues, got.scale), pairs, atol=1e-5)
+    assert got.level == EX.level - 1
+
+
+def with_client(asked):
+    """Keys whose refresh the client computes here, without masks; ``asked`` gets the arrays before."""
+
+    def refresh(x):
+        asked.append(x)
+        coefficients = CLIENT.ring.backward(CLIENT.decrypt_polynomials(x.residues))
+        fresh = CLIENT.encrypt_polynomials(CLIENT.ring.halves(coefficients, PARAMETERS.limbs))
+        return Ciphertexts(fresh.view(np.uint64), x.scale / 2, x.evaluator)
+
+    return ckks.ServerKeys(PARAMETERS, CLIENT.public(), floor=3, refresh=refresh)
+
+
+def test_a_square_before_another_square_asks_for_half_as_many_ciphertexts():
+    keys = with_client(asked := [])
+    x = Ciphertexts(EX.limbs[:3], EX.scale, keys)
+    got = square_again(x)
+    np.testing.assert_allclose(opened(got), X[:3] ** 2, atol=1e-5)
+    assert [len(sent) for sent in asked] == [2]
+    assert got.level == EX.level
+    np.testing.assert_allclose(opened(reduce_for_product(raw_square(x))), X[:3] ** 2, atol=1e-5)
+    assert len(asked) == 2
+    keys.floor = 1  # the square has a level for another one
+    np.testing.assert_allclose(opened(square_again(x)), X[:3] ** 2, atol=1e-5)
+    np.testing.assert_allclose(opened(reduce_for_product(raw_square(x))), X[:3] ** 2, atol=1e-5)
+    assert len(asked) == 2
+    with pytest.raises(InputError, match="2 factors for 3 ciphertexts"):
+        product_pairs(x, x, [0, 1])
+
+
+def test_a_wide_inverse_is_refreshed_with_less_noise_and_within_the_bound():
+    """Against the polynomial in float64; without the lift the same steps have several times the error."""
+    inverse = Inverse(18, (2e-5, 2.0), scale=0.9)
+    u = np.geomspace(4e-5, 1.7, PARAMETERS.slots)[None] * 0.9
+    want, errors = inverse.evaluate_folded(u.view(Squared)), []
+    for lift in (inverse.lift, 1):
+        keys = with_client(asked := [])
+        x = Ciphertexts(CLIENT.encrypt(u).view(np.uint64), PARAMETERS.scale, keys).at(3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Inverse, "lift", lift)
+            got = inverse.evaluate_folded(x)
+        errors.append(np.sqrt(np.mean((opened(got) / np.asarray(want) - 1) ** 2)))
+        for sent in asked:  # what a mask hides is the value times its scale
+            most = np.abs(CLIENT.decrypt_complex(sent.residues, PARAMETERS.scale)).max()
+            assert most < 1.01 * np.sqrt(2) * np.abs(want).max()
+    assert lift == 1
+    assert errors[0] < 1e-3
+    assert errors[1] > 4 * errors[0]
 
 
 def test_a_public_encryption_is_fresh_and_right():

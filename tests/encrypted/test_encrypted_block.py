@@ -65,9 +65,9 @@ def goldschmidt(u):
     return a
 
 
-def squared(u):
+def squared(u, again=lambda u: u.square(), last=lambda u: u.square()):
     """((u^2 + 1/2)^2)^2, u = (x / 4 + 1) / sqrt 2: exp by T_2(x / 4)^4."""
-    return (u.square() + 0.5).square().square()
+    return last(again(again(u) + 0.5))
 
 
 NORM, EXP = Steps(newton, (1.0, 0.0)), Steps(squared, (0.25 / math.sqrt(2), 1 / math.sqrt(2)))

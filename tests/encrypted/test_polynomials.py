@@ -127,6 +127,7 @@ def test_a_wide_inverse_has_no_value_far_above_the_root_of_its_ratio(ratio, powe
     most = [0.0]
     polynomial.evaluate_folded(_Watched(polynomial.fold[0] * x, most))
     assert most[0] < math.sqrt(2 * ratio)
+    assert 2 * polynomial.lift <= max(most[0], 2)  # a lifted argument is within the bound of the masks
     assert polynomial.evaluate_folded(Leveled(1.2)).level == steps + 1 == polynomial.depth
 
 

@@ -18,7 +18,7 @@ from fedfm.errors import InputError
 
 SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum whose operands have slightly different scales
 _EXACT_FACTOR = 16  # a product with an integer up to this number costs no level
-_LEAST_BITS = 16  # a narrow prime rescales a product only if the encoded factor has at least this number of bits
+LEAST_BITS = 16  # a narrow prime rescales a product only if the encoded factor has at least this number of bits
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
@@ -240,7 +240,7 @@ class Ciphertexts:
             able = range(self.level + 1, least, -1)
             narrow = [n for n in able if not parameters.wide(n)]
             fits = (
-                narrow and smallest * parameters.scale * parameters.primes[narrow[0] - 1] >= self.scale * 2**_LEAST_BITS
+                narrow and smallest * parameters.scale * parameters.primes[narrow[0] - 1] >= self.scale * 2**LEAST_BITS
             )
             if fits:
                 return self.at(narrow[0])
@@ -257,22 +257,27 @@ class Ciphertexts:
         parameters = self.evaluator.ring.parameters
         return parameters.scale * parameters.primes[self.level] / self.scale
 
-    def renew_with(self, *others: Ciphertexts) -> None:
+    def renew_with(self, *others: Ciphertexts, lift: int = 1) -> None:
         """Refresh this array and others in place, in one message, if one of them has no level left for a product.
 
         Arrays that have all levels are not sent. The client does not change the integer coefficients of a polynomial,
-        so each array keeps its own scale.
+        so each array keeps its own scale. This array, whose values have to be small, is sent ``lift`` times as large:
+        it returns at a scale that is larger by this factor, with that much less noise. If several products follow
+        before the next refresh, their scales would grow too far, so then it is not.
         """
         parts = list({id(part): part for part in (self, *others)}.values())
         spent = [part for part in parts if part.level + 1 < part.evaluator.ring.parameters.limbs]
         if not spent or all(part._able() for part in parts):
             return
-        usual = [part._usual().at(self.evaluator.floor) for part in spent]
+        lift = lift if self.evaluator.ring.parameters.limbs - self.evaluator.floor <= 2 else 1
+        lifts = [lift if part is self else 1 for part in spent]
+        sent = [part if by == 1 else part * by for part, by in zip(spent, lifts, strict=True)]
+        usual = [part._usual().at(self.evaluator.floor) for part in sent]
         together = np.concatenate([part.limbs for part in usual])
         fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refresh()
         start = 0
-        for part, prepared in zip(spent, usual, strict=True):
-            part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), prepared.scale
+        for part, prepared, by in zip(spent, usual, lifts, strict=True):
+            part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), by * prepared.scale
             start += len(part)
 
     def over(self, number: float) -> Ciphertexts:

@@ -18,6 +18,7 @@ multiplied by the mask: in the row sums, and in the values in place of the atten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,8 +26,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, relinearise_and_rescale
-from fedfm.encrypted.ckks.inner_products import inner, outer
+from fedfm.encrypted.ckks import inner_products
+from fedfm.encrypted.ckks.ciphertexts import LEAST_BITS, Ciphertexts, concatenate, relinearise_and_rescale
+from fedfm.encrypted.ckks.inner_products import inner, outer, product_pairs, reduce_for_product
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.ring import Parameters, Residues
 from fedfm.encrypted.ckks.slot_constants import encode_slots, times_slots, weighted_sum
@@ -48,6 +50,13 @@ class Folding(Protocol):
 
     def evaluate_folded(self, u: Any, /) -> Any:
         """Return the polynomial's value p(x) for u = a x + b."""
+
+
+class Powers(Folding, Protocol):
+    """A polynomial for exp that ends with squares of squares."""
+
+    def evaluate_folded(self, u: Any, /, again: Any = ..., last: Any = ...) -> Any:
+        """Return the polynomial's value; ``last`` is the last square, ``again`` those before it."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class EncryptedBlock:
     heads: int
     weights: Mapping[str, Matrix]
     norms: tuple[Folding, Folding]
-    exponential: Folding
+    exponential: Powers
     inverse: Folding
     inverse_scales: Matrix
     gelu: Folding
@@ -201,16 +210,18 @@ class EncryptedBlock:
         key = linear(self.weights["key"], y, self.weights["key_bias"])
         value = self._refresh_pairs(self._values(y, mask))
         scores = self._scores(self._refresh_pairs(query), self._refresh_pairs(key, -1))
-        powers = self.exponential.evaluate_folded(self._add_shifts(scores, a, b))
+        squares = inner_products.square_again, inner_products.raw_square
+        powers = self.exponential.evaluate_folded(self._add_shifts(scores, a, b), *squares)
         if mask is None:
+            powers = powers if self._can_sum_unreduced(powers) else reduce_for_product(powers)
             sums = self._scaled_row_sums(powers)
+            powers = reduce_for_product(powers)
         else:
-            powers = powers.refresh()
+            powers = reduce_for_product(powers, refreshed=True)
             sums = self._masked_row_sums(powers, mask).times(self.inverse_scales)
         after = self.inverse_scales / getattr(self.inverse, "start", 1.0)
         inverses = self.inverse.evaluate_folded(sums).times(after)
-        # Refresh here, before the many rotated copies are made.
-        return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
+        return self._mix_values(self._attention_weights(powers, inverses.refresh()), value)
 
     def _values(self, y: Ciphertexts, mask: Ciphertexts | None) -> Ciphertexts:
         """Return the values (d,); with a mask, those of copies are zero, and so is their bias."""
@@ -222,18 +233,10 @@ class EncryptedBlock:
 
     def _masked_row_sums(self, powers: Ciphertexts, mask: Ciphertexts) -> Ciphertexts:
         """Return the sums over the real keys, from an encrypted mask: (heads,)."""
-        step, b, giants = self.layout.samples, self.layout.baby, self._giants
+        step, b = self.layout.samples, self.layout.baby
         masks = mask.rotations([i * step for i in range(b)])
-        parts = [inner(head[giant : giant + b], masks) for head in self._heads(powers) for giant in giants]
-        products = relinearise_and_rescale(concatenate(parts))
-        out = []
-        for k in range(self.heads):
-            row = products[k * len(giants) : (k + 1) * len(giants)]
-            total = row[:1]
-            for number, giant in enumerate(giants[1:], start=1):
-                total = total + row[number : number + 1].rotate(giant * step)
-            out.append(total)
-        return concatenate(out)
+        heads = self._heads(powers)
+        return self._add_giants([inner(head[giant : giant + b], masks) for head in heads for giant in self._giants])
 
     def _add_shifts(self, scores: Ciphertexts, a: float, b: float) -> Ciphertexts:
         """Add the constant of the polynomial of exp, and the heads' own."""
@@ -305,41 +308,73 @@ class EncryptedBlock:
         values = np.where(keys < self.layout.tokens, factor, 0.0)
         return encode_slots(np.repeat(values, self.layout.samples, axis=1), x.level + 1, scale, x.evaluator.ring)
 
+    # Where the powers of a row are small, the inverse of their sum is large. So they are summed as unreduced products,
+    # before each of them has the noise of a relinearisation and a rescaling.
+
     def _scaled_row_sums(self, powers: Ciphertexts) -> Ciphertexts:
         """Return the sums over the tokens' keys, times ``inverse_scales``: (heads,)."""
         if self.layout.places == self.layout.tokens:
             return self._row_sums(powers).times(self.inverse_scales)
-        x = powers.for_plain(float(np.abs(self.inverse_scales).min()))
-        step, b, scale, out = self.layout.samples, self.layout.baby, x.plain_scale(), []
+        if powers.limbs.shape[1] == 3:
+            x, scale = powers, self._scale_of_masks(powers)
+        else:
+            x = powers.for_plain(float(np.abs(self.inverse_scales).min()))
+            scale = x.plain_scale()
+        b, parts = self.layout.baby, []
         for head, factor in zip(self._heads(x), self.inverse_scales, strict=True):
             masks = self._masks(x, scale, float(factor))
-            parts = [weighted_sum(head[giant : giant + b], masks, scale) for giant in self._giants]
-            total = parts[0]
-            for giant, part in zip(self._giants[1:], parts[1:], strict=True):
-                total = total + part.rotate(giant * step)
-            out.append(total)
-        return x.evaluator.rescale(concatenate(out))
+            parts += [weighted_sum(head[giant : giant + b], masks, scale) for giant in self._giants]
+        return x.evaluator.rescale(self._add_giants(parts))
 
-    def _row_sums(self, powers: Ciphertexts) -> Ciphertexts:
-        step, b, out = self.layout.samples, self.layout.baby, []
-        for head in self._heads(powers):
-            total = head[:b].total()
-            for giant in self._giants[1:]:
-                total = total + head[giant : giant + b].total().rotate(giant * step)
+    def _can_sum_unreduced(self, powers: Ciphertexts) -> bool:
+        """Whether unreduced powers have primes for their own rescaling and for that of the masks of copies."""
+        if powers.limbs.shape[1] == 2 or self.layout.places == self.layout.tokens:
+            return True
+        smallest = float(np.abs(self.inverse_scales).min())
+        return (
+            powers.level > max(powers.evaluator.floor, 1) and self._scale_of_masks(powers) * smallest >= 2**LEAST_BITS
+        )
+
+    @staticmethod
+    def _scale_of_masks(powers: Ciphertexts) -> float:
+        """Return the scale of plaintexts, so that their products with unreduced powers get the usual scale."""
+        parameters, limbs = powers.evaluator.ring.parameters, powers.level + 1
+        return parameters.scale * math.prod(parameters.primes[limbs - 2 : limbs]) / powers.scale
+
+    def _row_sums(self, x: Ciphertexts) -> Ciphertexts:
+        """Return the sums over all places: (heads T,) -> (heads,)."""
+        b = self.layout.baby
+        return self._add_giants([head[giant : giant + b].total() for head in self._heads(x) for giant in self._giants])
+
+    def _add_giants(self, parts: list[Ciphertexts]) -> Ciphertexts:
+        """Add sums over baby steps, which may be unreduced products: (heads times giant steps,) -> (heads,)."""
+        together, step, out = concatenate(parts), self.layout.samples, []
+        if together.limbs.shape[1] == 3:
+            together = relinearise_and_rescale(together)
+        for row in self._heads(together):
+            total = row[:1]
+            for number, giant in enumerate(self._giants[1:], start=1):
+                total = total + row[number : number + 1].rotate(giant * step)
             out.append(total)
         return concatenate(out)
 
     def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
-        """Return the attention weights: each diagonal times the inverse of its row sums, and zero for copies."""
+        """Return the attention weights: each diagonal times the inverse of its row sums, and zero for copies.
+
+        They are refreshed here, as pairs, before the many rotated copies are made. Both diagonals of a pair are of the
+        same baby step, so they have the same mask of copies.
+        """
         step, b = self.layout.samples, self.layout.baby
         turned = inverses.rotations([-giant * step for giant in self._giants])
         rows = [g * self.heads + k for k in range(self.heads) for g in range(len(self._giants)) for _ in range(b)]
-        weights = powers * turned[rows]
-        if self.layout.places == self.layout.tokens:
-            return weights
-        weights = weights.for_plain()
-        scale = weights.plain_scale()
-        return weights.evaluator.rescale(times_slots(weights, self._masks(weights, scale), scale))
+        weights = product_pairs(powers, turned, rows)
+        if self.layout.places != self.layout.tokens:
+            if weights.level < max(weights.evaluator.floor, 1):  # no prime is left for the masks
+                weights = weights.refresh_pairs()
+            weights = weights.for_plain()
+            scale = weights.plain_scale()
+            weights = weights.evaluator.rescale(times_slots(weights, self._masks(weights, scale), scale))
+        return weights.refresh_pairs().unpair(len(powers))
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
         """Return the sums of the values, which are pairs, weighted by the attention weights: (heads T,) -> (d,)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Folding, Packing
+from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Folding, Packing, Powers
 from fedfm.encrypted.inference.released_states import Numbers
 
 
@@ -25,7 +25,7 @@ class FoldedLayer(Protocol):
         """Polynomials for 1 / sqrt, before the attention and before the MLP."""
 
     @property
-    def exponential(self) -> Folding:
+    def exponential(self) -> Powers:
         """The polynomial for exp."""
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.encrypted.ckks.transformer_block import Folding
+from fedfm.encrypted.ckks.transformer_block import Folding, Powers
 from fedfm.encrypted.inference.folded_model import FoldedLayer, FoldedModel
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.encrypted.student.neuron_polynomials import NeuronCore
@@ -29,7 +29,7 @@ class DecodedLayer:
     weights: Mapping[str, Numbers]
     heads: int
     norms: tuple[Folding, Folding]
-    exponential: Folding
+    exponential: Powers
     inverse: Folding
     inverse_scales: Numbers
     gelu: Folding
@@ -101,7 +101,6 @@ def _fields_of(recipe: Folding) -> dict[str, Any]:
     return {"kind": kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
-def _recipe(fields: dict[str, Any]) -> Folding:
+def _recipe(fields: dict[str, Any]) -> Any:
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k != "kind"}
-    made: Folding = _KINDS[fields["kind"]](**arguments)
-    return made
+    return _KINDS[fields["kind"]](**arguments)

@@ -73,7 +73,7 @@ class _CountedRing(Ring):
         out[:] = 1
 
     def weave(self, a: Residues, b: Residues, out: Residues) -> None:
-        self._operations["weigh", a.shape[2]] += len(a)
+        self._operations["weigh", a.shape[2]] += len(a) * a.shape[1] // 2
         out[:] = 1
 
 
@@ -85,9 +85,9 @@ class Count:
         operations: count for each (name, number of primes). Names are ``relinearise`` (with its
             rescaling), ``rescale`` alone, ``decompose`` (the
             digits of a ciphertext before its rotations), ``rotate`` (each rotation), ``product`` (of two
-            ciphertexts), ``term`` (such a product in a matrix of sums), ``weigh`` (the product of a ciphertext and a
-            plaintext, as one term of a sum), ``encode`` (a plaintext), and ``add`` and ``affine`` for each polynomial
-            that is added to another one, or multiplied by a number.
+            ciphertexts), ``term`` (such a product in a matrix of sums), ``weigh`` (the product of a ciphertext, two
+            polynomials, and a plaintext, as one term of a sum), ``encode`` (a plaintext), and ``add`` and ``affine``
+            for each polynomial that is added to another one, or multiplied by a number.
         refreshes: for each refresh in order, the number of its ciphertexts, each with a pair of values in a slot.
     """
 

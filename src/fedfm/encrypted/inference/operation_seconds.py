@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +29,8 @@ _TERMS = 8  # number of terms in timed sums of products
 _STEPS = 8  # number of rotations of one ciphertext that are timed together
 _COLUMNS = 2048  # number of columns of a timed matrix product, as many as it computes at a time
 _WIDE = 32  # a refresh of more ciphertexts is timed once only
+_SPARE = 4  # largest number of calls that are not counted, because they get new memory
+_NEW = 1 << 20  # bytes of new memory from which a call is not counted
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
@@ -207,10 +211,24 @@ def _messages(client: seal.ClientKeys, server: seal.ServerKeys) -> tuple[float, 
 def _measure_seconds(work: Callable[[], object], count: int, turns: int = _AGAIN) -> float:
     """Return CPU seconds per operation: the mean of several calls. Each call does ``count`` operations.
 
-    Other work on the machine slows a run's operations as well, so the minimum would be too small.
+    Other work on the machine slows a run's operations as well, so the minimum would be too small. A call for which the
+    process got more memory does not count, up to ``_SPARE`` of them: the system clears new memory, which for a refresh
+    of hundreds of ciphertexts can take half as long as the refresh itself. Freed memory is split between later arrays,
+    so even the third call may get more. The blocks of a run use the memory of the first block again.
     """
     work()  # the first call compiles code and makes tables
-    start = time.process_time()
-    for _ in range(turns):
+    spent, counted, spare = 0.0, 0, _SPARE
+    while counted < turns:
+        before, start = _resident_bytes(), time.process_time()
         work()
-    return (time.process_time() - start) / (turns * count)
+        seconds = time.process_time() - start
+        if spare and _resident_bytes() - before >= _NEW:
+            spare -= 1
+        else:
+            spent, counted = spent + seconds, counted + 1
+    return spent / (turns * count)
+
+
+def _resident_bytes() -> int:
+    """Return the size in bytes of this process's memory; encrypted inference needs /proc in any case."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

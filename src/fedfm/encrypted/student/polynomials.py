@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 from torch import Tensor
 
+_COARSE = 2  # number of last steps of 1/x whose noise matters little
 WIDEST = 64.0  # largest ratio M / m of an interval for 1/x and 1/sqrt(x)
 
 
@@ -31,6 +33,10 @@ class Arithmetic(Protocol):
 
 
 X = TypeVar("X", bound=Arithmetic)
+
+
+def _square(x: X) -> X:
+    return x.square()
 
 
 class Polynomial(ABC):
@@ -102,11 +108,14 @@ class Exponential(Polynomial):
         # T_2(u) = ((u + 1)^2 + 1) / 2 = ((u + 1) / sqrt 2)^2 + 1/2: one square, no other product.
         return (unit / math.sqrt(2), 1 / math.sqrt(2)) if self.degree == 2 else (unit, 0.0)
 
-    def evaluate_folded(self, u: X) -> X:
-        coefficients = [1 / math.factorial(i) for i in range(self.degree + 1)]
-        y = u.square() + 0.5 if self.degree == 2 else power_series(coefficients, u)
-        for _ in range(self.squarings):
-            y = y.square()
+    def evaluate_folded(self, u: X, again: Callable[[X], X] = _square, last: Callable[[X], X] = _square) -> X:
+        """Return the value for the folded argument; ``last`` computes the last square, ``again`` those before it."""
+        if self.degree == 2:
+            y = (again if self.squarings else last)(u) + 0.5
+        else:
+            y = power_series([1 / math.factorial(i) for i in range(self.degree + 1)], u)
+        for left in range(self.squarings - 1, -1, -1):
+            y = (again if left else last)(y)
         return y
 
     def error(self) -> float:
@@ -142,6 +151,15 @@ class Inverse(Polynomial):
         return 1.0 if ratio <= WIDEST or not self.steps else 2.0 ** -round(math.log2(ratio) / 2)
 
     @property
+    def lift(self) -> int:
+        """By how much u, below 2, and b, below 1, may be multiplied and stay below the largest value inside; up to 16.
+
+        The noise of a refresh of u is that of the relative error times u, and the same of b, but half of it after each
+        step. So with a wide interval they are refreshed at a larger scale.
+        """
+        return min(max(int(1 / (16 * self.start)), 1), 16)
+
+    @property
     def depth(self) -> int:
         return self.steps + 1
 
@@ -151,12 +169,12 @@ class Inverse(Polynomial):
 
     def evaluate_folded(self, u: X) -> X:
         """Return ``start`` / u for the scaled argument u; the caller multiplies by the scale over ``start``."""
-        renew(u)
+        renew(u, lift=self.lift)
         minus, start = u * -1, self.start
         a, b = (minus if start == 1.0 else minus * start) + 2.0 * start, minus + 1.0
-        for _ in range(self.steps):
+        for left in range(self.steps - 1, -1, -1):
             b = b.square()
-            renew(a, b)
+            renew(b, a, lift=self.lift if left >= _COARSE else 1)
             a = a * (b + 1.0)
         return a
 
@@ -303,10 +321,13 @@ def power_series(coefficients: list[float], u: X) -> X:
     return part(coefficients)  # type: ignore[no-any-return]
 
 
-def renew(first: X, *others: X) -> None:
-    """Refresh all ciphertexts of the next product with one message, if one of them has no level left."""
+def renew(first: X, *others: X, lift: int = 1) -> None:
+    """Refresh all ciphertexts of the next product with one message, if one of them has no level left.
+
+    The first one gets ``lift`` times less noise; its values times ``lift`` have to be within the bound of the masks.
+    """
     if (renew := getattr(first, "renew_with", None)) is not None:
-        renew(*others)
+        renew(*others, lift=lift)
 
 
 @dataclass(frozen=True)
