@@ -231,6 +231,19 @@ def first_line(error: BaseException, most: int = 160) -> str:
         return f"its text cannot be read ({type(failure).__name__})"
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be used, in words: without the number of a system's error, and without a codec's positions."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if type(error).__name__ == "JSONDecodeError":  # not by its class: a plain start need not import json
+        return f"it is not JSON: {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not text in {error.encoding.upper()}"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return str(error)
+
+
 def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
     """The lines of an exception's text, each cut to ``most`` characters.
 

@@ -70,6 +70,7 @@ def typed(script, keys):
         ("fedfm report f\t", "fedfm report finished"),  # and not fedfm.bash
         ("fedfm predict finished minu\t", "fedfm predict finished minutes.csv"),
         ("fedfm show fedba\t", "fedfm show fedbaf"),
+        ("fedfm show regr\t", "fedfm show regression"),
         ("fedfm audit finished --attack text\t", "fedfm audit finished --attack text_canaries"),
     ],
 )

@@ -1,6 +1,9 @@
 """The task of docs/how-to/add-a-task.md, as its reader copies it: one more file in the folder of tasks."""
 
+import ast
 import csv
+import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fedfm
+from fedfm.tasks.task import Task
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-task.md"
 BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -55,6 +59,28 @@ def test_the_guides_task_passes_the_tests_of_every_task(tmp_path):
     (tmp_path / "pyproject.toml").symlink_to(tests.parent / "pyproject.toml")
     arguments = ("-q", "-p", "no:cacheprovider", "tests/tasks/test_every_task.py", "-k", "[score]")
     assert " passed" in python(tmp_path, "-m", "pytest", *arguments)
+
+
+def test_the_guide_gives_the_arguments_of_every_member_that_it_names():
+    """So an author who reads the guide alone can write the member."""
+    text = PAGE.read_text()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    members = {name: of for name, of in inspect.getmembers(Task, inspect.isfunction) if not name.startswith("_")}
+    given = {name: [] for name in members}
+    shown = [
+        ast.walk(ast.parse(code)) for language, code in BLOCKS.findall(text) if "def " in code and language != "toml"
+    ]
+    for one in itertools.chain(*shown):
+        if isinstance(one, ast.FunctionDef) and one.name in members:
+            given[one.name].append([a.arg for a in (*one.args.args, *one.args.kwonlyargs)][1:])
+    for name, arguments in re.findall(r"`(\w+)\((.*?)\)`", prose, re.S):
+        if name in members:
+            given[name].append([word for word in arguments.replace(",", " ").split() if word != "*"])
+    for name, of in members.items():
+        (_, *parameters) = inspect.signature(of).parameters.values()
+        names = [one.name for one in parameters]
+        assert all(one == names for one in given[name]), (name, names, given[name])
+        assert given[name] or not names or f"`{name}`" not in prose, f"the guide names {name} without {names}"
 
 
 def copy(source, target, files):

@@ -89,6 +89,8 @@ def advise(
     _check(asked)
     privacy = asked.privacy
     _check_target(epsilon, delta, clip_norm)
+    if not 0 < seconds < math.inf:
+        raise InputError(f"--seconds {seconds:g}: expected a number above 0, and finite")
     spend = PrivacyTarget(
         epsilon or (privacy and privacy.target_epsilon) or 8.0,
         delta or (privacy and privacy.delta) or 1e-5,

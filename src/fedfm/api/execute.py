@@ -16,7 +16,7 @@ from fedfm.config.user_code import fill_from_trainer
 from fedfm.core import libraries, storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
-from fedfm.errors import FedfmError, InputError, RunError, Terminated
+from fedfm.errors import FedfmError, InputError, RunError, Terminated, reason_of
 from fedfm.models import devices
 from fedfm.runtime import row_cache
 from fedfm.runtime.partitioned import Partitioned
@@ -169,7 +169,7 @@ def drive(
     try:
         renewal.renew(run.path)
     except (FedfmError, OSError) as error:  # the result exists, and `fedfm report` can write the page later
-        progress.notice(f"report.html could not be written: {error}")
+        progress.notice(f"report.html could not be written: {reason_of(error)}")
     return result
 
 

@@ -37,7 +37,7 @@ from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.run_folder import MANIFEST
+from fedfm.runtime.run_folder import MANIFEST, refuse_used
 
 EXACT, RETRAINED, NOT_ASKED, SUBTRACTED = "exact", "retrained", "not asked", "subtracted"
 UNFINISHED = "unfinished: the same fedfm leave completes it"  # in the certificate until all is known
@@ -84,12 +84,15 @@ def leave(
     how = EXACT if _is_exact(run) else RETRAINED
     if how == RETRAINED:
         _agree(run, name, retrain, progress.notice)
+    place = _place(run, name, out)
+    if not (place / MANIFEST).exists() or not Run.open(place).manifest.get("departures"):
+        refuse_used(place)  # before rows and model are read; a run without a client may be this one, begun before
     population = populate(run.experiment)
     now = fingerprints(run, population.federated.table, population.model)
     check_same(run, now, "the other clients' messages are made from the original rows")
     if how == EXACT and experiment.privacy is not None:
         _check_classes(run, name, populate(experiment).model.classes, population.model.classes)
-    entry, place = leave_certificate.certificate(run, name, UNFINISHED, population), _place(run, name, out)
+    entry = leave_certificate.certificate(run, name, UNFINISHED, population)
     begun = _run_to_complete(place, entry)
     new = begun or _begin(experiment, place, run, entry, keeps_secrets=how == EXACT)
     result = drive(new, progress, fresh=begun is None)

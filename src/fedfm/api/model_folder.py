@@ -23,7 +23,7 @@ from fedfm.core.locks import Lock
 from fedfm.core.rows import Rows
 from fedfm.core.text import to_json
 from fedfm.data.table import Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.models.model import Model
 from fedfm.training.update_rules import Rule
 from fedfm.version import __version__
@@ -164,7 +164,7 @@ def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], th
             state = json.loads(path.read_text(encoding="utf-8"))
             same = state[noun] == tables
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} cannot be read: {error}; give another --out") from None
+            raise InputError(f"{path} cannot be read: {reason_of(error)}; give another --out") from None
         if not same:
             raise InputError(f"{folder} contains another {noun} (see {about}); give another --out")
     else:

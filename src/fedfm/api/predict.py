@@ -200,6 +200,7 @@ def _predict(
     path: str | Path, file: Any, client: str | None, last: bool, given: Any, processes: int | None
 ) -> dict[str, Any]:
     from fedfm.data.rows_to_predict import read_inputs
+    from fedfm.data.sources._files import existing
     from fedfm.linalg.threads import torch_threads
     from fedfm.models import lost_words
     from fedfm.models.language.generation import left_out, settings_in_force
@@ -211,6 +212,7 @@ def _predict(
             result: dict[str, Any] = user_runs.predict(run, file, given, client, last=last and _another(run, client))
         sure = _certain(result.get("probabilities", ()))
         return {"run": str(path)} | result | {"warnings": [*result.get("warnings", ()), *sure]}
+    existing(Path(file), "file")  # before the model is loaded, which takes time
     run, model, w = load(path, client, last=last, processes=processes)
     with torch_threads(1), contextlib.closing(model) if hasattr(model, "group") else contextlib.nullcontext():
         shape = run.manifest["model"]

@@ -146,7 +146,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     try:
         data = (folder / FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        if runs_in(folder):
+        if runs_in(folder) or not folder.exists():
             raise no_run(folder) from None
         raise InputError(f"{folder} is not signed: it has no {FILE}; `fedfm sign {folder}` writes one") from None
     body, signature = _parse(data)

@@ -21,7 +21,7 @@ from fedfm.config.toml import read
 from fedfm.core.capabilities import HiddenModel
 from fedfm.core.overrides import refuse_doubles
 from fedfm.core.toml_text import copy_tables, put
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
@@ -177,5 +177,5 @@ def _read_reference(path: str | Path | None, made: Experiment) -> dict[str, Any]
         }
         fingerprint = str(found["model"]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--reference {path}: {type(error).__name__}: {error}; {wanted}") from None
+        raise InputError(f"--reference {path}: {reason_of(error)}; {wanted}") from None
     return {"path": str(path), "features": features, "fingerprint": fingerprint}

@@ -106,9 +106,13 @@ def report(args: Namespace) -> int:
 
 def sign(args: Namespace) -> int:
     """Run ``fedfm sign``; return the exit code."""
-    from fedfm.api.signature import sign
+    from fedfm.api.signature import default_key, sign
 
+    key = args.key or default_key()
+    is_new = not key.exists()
     found = sign(args.run, args.key)
+    if is_new:
+        tell(f"fedfm: there was no key {visible(key)}; it is made now", sys.stderr)
     lines = [f"{found['signature']}: {found['files']} files", f"key {found['fingerprint']}", found["key"]]
     return say(args, found, "\n".join(lines))
 
@@ -222,7 +226,7 @@ def show(args: Namespace) -> int:
     """Run ``fedfm show``; return the exit code."""
     from fedfm.config import catalogue
 
-    print(catalogue.method(args.method))
+    print(catalogue.show(args.name))
     return 0
 
 

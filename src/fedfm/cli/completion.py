@@ -15,7 +15,7 @@ from fedfm.cli.parser import build
 from fedfm.errors import MissingExtra
 
 # Names that argparse does not check, because their import takes time: kinds of the registry.
-_NAMES = {("show", "method"): ("methods", "attacks", "aggregation"), ("audit", "attack"): ("audits",)}
+_NAMES = {("show", "name"): ("methods", "tasks", "attacks", "aggregation"), ("audit", "attack"): ("audits",)}
 _TOML, _FOLDERS = ("experiment", "federation"), ("run", "kit", "folder")  # arguments; other paths are any file
 
 
@@ -30,11 +30,14 @@ def completion(args: Namespace) -> int:
     except ModuleNotFoundError:
         raise MissingExtra('fedfm completion needs shtab: pip install "fedfm[completion]"') from None
     from fedfm.config.registry import available
+    from fedfm.core import tasks
 
     parser = build()
     for command, action in _actions(parser):
         if (kinds := _NAMES.get((command, action.dest))) is not None:
-            action.choices = [name for kind in kinds for name in available(kind)]
+            action.choices = [
+                name for kind in kinds for name in (tasks.names() if kind == "tasks" else available(kind))
+            ]
         elif action.type is Path:
             action.complete = _pattern(action.dest, shtab)  # type: ignore[attr-defined]
     print(shtab.complete(parser, args.shell))

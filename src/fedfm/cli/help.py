@@ -159,6 +159,7 @@ same number of local passes without the federation.
 """,
     "show": """examples:
   fedfm show fedprox                                   show a method, with keys to copy into [method]
+  fedfm show regression                                show a task, with its keys of [data] and [model]
   fedfm show label_shuffle                             show an attack (see `fedfm list attacks`)
   fedfm show krum                                      show an aggregation (see `fedfm list aggregation`)
 """,

@@ -11,6 +11,7 @@ from typing import Any
 from fedfm import __version__
 from fedfm.api.command_registry import commands as wing_commands
 from fedfm.api.command_registry import engine_argument, set_argument, training_arguments
+from fedfm.errors import close
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,6 +29,22 @@ class _Parser(argparse.ArgumentParser):
 
             self.epilog = EXAMPLES[self.name]
         return super().format_help()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments; the usage of the command itself is shown for one that it does not take."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            command: _Parser = getattr(found, "parser", self)
+            near = close(rest[0], command._option_string_actions)
+            command.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As in argparse, with the nearest choice, and without the name of an argument that users never write."""
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            text = f"invalid choice: {value!r}{close(str(value), names)}; choose from {', '.join(names)}"
+            raise argparse.ArgumentError(action if action.option_strings else None, text)
 
 
 def _late(place: str) -> Callable[[Any], Any]:
@@ -74,7 +91,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.name = None if examples else name
-        sub.set_defaults(command=_late(function) if isinstance(function, str) else function)
+        sub.set_defaults(command=_late(function) if isinstance(function, str) else function, parser=sub)
         if json:
             sub.add_argument(
                 "--format", choices=("text", "json"), default="text", help="json: last line of stdout is one object"
@@ -198,8 +215,10 @@ def build(first: str = "") -> argparse.ArgumentParser:
     listing = command("list", "commands:listing", f"list {', '.join(kinds)}")
     listing.add_argument("kind", nargs="?", choices=kinds)
 
-    show = command("show", "commands:show", "show paper, keys and defaults of a method, an attack or an aggregation")
-    show.add_argument("method", help="the name of a method, an attack or an aggregation")
+    show = command(
+        "show", "commands:show", "show paper, keys and defaults of a method, a task, an attack or an aggregation"
+    )
+    show.add_argument("name", help="the name of a method, a task, an attack or an aggregation")
 
     schema = command(
         "schema", "commands:schema", "print the JSON Schema with which editors complete and check a TOML file"

@@ -15,6 +15,8 @@ from fedfm.core.fields import describe, is_required, settings_of
 from fedfm.errors import InputError, close
 
 SCHEMAS = ("experiment", "pretrain", "distil", "silo", "federation")  # files that have a JSON Schema
+_TAKES = "`fedfm show` takes a method, a task, an attack or an aggregation"
+_TITLES = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}  # tables of an experiment, by kind
 _PARTITIONS = {
     "iid": "rows assigned evenly at random",
     "dirichlet": "the clients' shares of each class are drawn from Dir(alpha); small alpha = skewed",
@@ -39,12 +41,16 @@ def listing(kind: str | None = None) -> str:
     """Names with one line each, of one kind or of all kinds."""
     blocks = []
     for name in [kind] if kind else ["methods", "tasks", "models", "partitions", "sources", "attacks", "aggregation"]:
-        rows = {"models": _MODELS, "partitions": _PARTITIONS}.get(name) or {
-            entry: _headline(module) for entry, module in _modules(name).items()
-        }
+        rows = _rows(name)
         width = max(map(len, rows))
         blocks.append("\n".join([f"{name}:", *(f"  {entry:<{width}}  {text}" for entry, text in rows.items())]))
     return "\n\n".join(blocks)
+
+
+def _rows(kind: str) -> dict[str, str]:
+    """The names of a kind, with one line each."""
+    found = {"models": _MODELS, "partitions": _PARTITIONS}.get(kind)
+    return found or {entry: _headline(module) for entry, module in _modules(kind).items()}
 
 
 def _modules(kind: str) -> dict[str, str]:
@@ -74,32 +80,66 @@ def _headline(module: str) -> str:
     return " ".join(rest.partition('"""')[0].partition("\n\n")[0].split())
 
 
+def show(name: str) -> str:
+    """What ``fedfm show`` prints: :func:`method`, or a task with its own keys; both if both have the name.
+
+    Raises:
+        InputError: nothing has that name, or what has it has no keys of its own.
+    """
+    from fedfm.core import tasks
+
+    if name not in tasks.names():
+        if not how_to_set(name) and not any(name in available(kind) for kind in _TITLES):
+            for kind in ("models", "partitions", "sources"):
+                if text := _rows(kind).get(name):
+                    raise InputError(f'"{name}" is one of the {kind}: {text.rstrip(".")}; {_TAKES}')
+        return method(name)
+    return "\n\n".join([*([method(name)] if name in available("methods") else []), _task(name)])
+
+
+def _task(name: str) -> str:
+    """A task as valid TOML: its headline, its columns and its keys."""
+    from fedfm.core import tasks
+
+    task, known = tasks.find(name), schema("experiment")["properties"]
+    own = {
+        key: known["model"]["properties"].get(key) or {"description": describe(f, hint)}
+        for key, f, hint in settings_of(type(task))
+    }
+    columns = {column.key: {"description": column.help} for column in task.columns}
+    lines = [_comment(_headline(f"fedfm.tasks.{name}")), ""]
+    if columns:
+        lines += ["[data]", *_lines(columns), ""]
+    return "\n".join([*lines, "[model]", f'task = "{name}"', *_lines(own)])
+
+
 def method(name: str) -> str:
     """A method, an attack or an aggregation as valid TOML, with its paper, description, keys, defaults and meanings.
 
     Raises:
         InputError: nothing has that name.
     """
-    titles = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}
-    where = {kind: available(kind) for kind in titles}
+    where = {kind: available(kind) for kind in _TITLES}
+    from fedfm.core import tasks
+
     kind = next((kind for kind, names in where.items() if name in names), "")
     if ":" in name:
-        kind = admit_any(name, "METHOD")
+        kind = admit_any(name, "method")
     if not kind:
-        near = how_to_set(name) or close(name, [n for names in where.values() for n in names])
+        near = how_to_set(name) or close(name, [*(n for names in where.values() for n in names), *tasks.names()])
         raise InputError(
-            f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`. '
+            f'no method, task, attack or aggregation is called "{name}"{near}; see `fedfm list`. '
             'A class of your own has the name "module:Class"'
         )
     defs = schema("experiment")["$defs"]
     if ":" in where[kind].get(name, name):  # code from outside fedfm: a user who names it here allows its import
-        admit(kind, name, "METHOD")
+        admit(kind, name, "method")
         keys = _foreign(resolve(kind, name))
     else:
         keys = _variants(defs[kind])[name]
     own = {key: found for key, found in keys["properties"].items() if key != "name"}
     inner = {key: own.pop(key) for key in ("local", "head", "base") if _is_table(own.get(key, {}))}
-    lines = [_comment(keys.get("description", "")), "", f"[{titles[kind]}]", f'name = "{name}"', *_lines(own)]
+    lines = [_comment(keys.get("description", "")), "", f"[{_TITLES[kind]}]", f'name = "{name}"', *_lines(own)]
     if local := inner.get("local"):
         optimisers, usual = _variants(defs["optimisers"]), local["default"]["name"]
         lines += ["", "# The model's own dropout is off in training; LoRA's is model.adaptation.dropout."]

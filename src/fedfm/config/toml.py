@@ -19,7 +19,7 @@ from fedfm.core.method import Method
 from fedfm.core.open_settings import class_for
 from fedfm.core.toml_text import put as put
 from fedfm.core.toml_text import to_toml as to_toml
-from fedfm.errors import Absent, Faults, InputError, quote_names
+from fedfm.errors import Absent, Faults, InputError, quote_names, reason_of
 from fedfm.training import SGD, Local
 
 _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
@@ -42,10 +42,12 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
         raise InputError(f"{path}: no such file; {takes}") from None
     except (IsADirectoryError, ValueError, RecursionError) as error:
         # ValueError: the file is not UTF-8, is not TOML, or has a number of too many digits.
-        if path.is_dir() or path.name.lower().endswith(_DATA):
+        if (path / "manifest.json").exists():
+            message = f"{path} is the directory of a run, which `fedfm resume {path}` continues; {takes}"
+        elif path.is_dir() or path.name.lower().endswith(_DATA):
             message = f'{path} looks like data; {takes}, whose [data] names the file: path = "{path}"'
         else:
-            message = f"{path}: not TOML: {error}"
+            message = f"{path}: not TOML: {reason_of(error)}"
         raise InputError(message) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None

@@ -19,7 +19,7 @@ import numpy as np
 from fedfm.core.attachments import readable
 from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
@@ -210,7 +210,7 @@ def read_image(item: str | Path | bytes, draft: tuple[int, int] | None = None) -
             return upright(picture)
     except (OSError, ValueError, SyntaxError) as error:
         where = "an image of the data" if isinstance(item, bytes) else Path(item)
-        raise InputError(f"{where}: not readable as an image ({error})") from None
+        raise InputError(f"{where}: not readable as an image ({reason_of(error)})") from None
 
 
 def _rgba(picture: Any) -> Any:

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.reports import live
 
 REFRESH = 3  # seconds until a browser loads the page again
@@ -53,10 +53,12 @@ class WatchServer(ThreadingHTTPServer):
     allow_reuse_address = False  # another user's program must not take over the address
 
     def __init__(self, run: Path, port: int = 0) -> None:
+        if not 0 <= port <= 65535:
+            raise InputError(f"--port {port}: expected a number from 0 to 65535; leave it out for a free port")
         try:
             super().__init__(("127.0.0.1", port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise InputError(f"--port {port}: {error}; leave it out for a free port") from None
+        except OSError as error:
+            raise InputError(f"--port {port}: {reason_of(error)}; leave it out for a free port") from None
         self.run, self.path = run, f"/{secrets.token_urlsafe(16)}/"
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
         self.url = f"http://127.0.0.1:{self.server_port}{self.path}"

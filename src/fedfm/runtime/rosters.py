@@ -17,7 +17,7 @@ from fedfm.config.faults import read_all
 from fedfm.core import storage
 from fedfm.core.fields import toml_value
 from fedfm.core.text import NAME_WORDS, alike, is_name
-from fedfm.errors import Faults, InputError
+from fedfm.errors import Faults, InputError, reason_of
 from fedfm.privacy.crypto import keys
 
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -57,7 +57,7 @@ def key_in(path: Path, create: bool) -> bytes:
     except FileNotFoundError:
         raise InputError(f"identity: {path} does not exist; `fedfm silo check` creates it") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"identity: {path} cannot be read: {error}") from None
+        raise InputError(f"identity: {path} cannot be read: {reason_of(error)}") from None
     if mode & 0o077:
         raise InputError(f"identity: {path} is open to other users; run chmod 600 on it")
     if not _KEY.fullmatch(text):
@@ -75,7 +75,7 @@ def roster_in(path: Path) -> dict[str, bytes]:
         text = path.read_text(encoding="utf-8-sig")
         table = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"roster: {path} cannot be read: {error}") from None
+        raise InputError(f"roster: {path} cannot be read: {reason_of(error)}") from None
     if not isinstance(table, dict) or not table:
         raise InputError(f'roster: {path} has no silos; add a line for each: name = "public key"')
     return read_all(f"roster: {path}", table, _keys)

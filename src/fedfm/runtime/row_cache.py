@@ -27,7 +27,7 @@ import torch
 from fedfm.core import storage
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
-from fedfm.errors import InputError, RunError
+from fedfm.errors import InputError, RunError, reason_of
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
 from fedfm.models.model_kinds import is_dual_model, is_ours
@@ -122,7 +122,7 @@ class RowCache:
                 storage.save(path, kept, 0o600, sync=False)
                 trim(path.parents[1], self._most)
             except (OSError, RunError) as error:
-                warnings.warn(f"prepared rows are not cached: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"prepared rows are not cached: {reason_of(error)}", RuntimeWarning, stacklevel=2)
                 return made
             if made.tokens is not None:  # read them from the file now, so that the system can free the memory
                 return self._read(path, table, index) or made

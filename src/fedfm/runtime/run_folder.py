@@ -15,7 +15,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.locks import Lock
 from fedfm.core.text import from_json
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.runs_below import no_run
 from fedfm.runtime.sharing import do_not_share
@@ -117,7 +117,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (OSError, ValueError) as error:
-        raise InputError(f"{path / MANIFEST} cannot be read: {error}") from None
+        raise InputError(f"{path / MANIFEST} cannot be read: {reason_of(error)}") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         schema = manifest.get("schema") if isinstance(manifest, dict) else None
         raise InputError(

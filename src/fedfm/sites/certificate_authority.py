@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.engines.flower.loopback_keys import write_private
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 
 YEARS = 10  # number of years for which the authority is valid; a certificate that it signs ends earlier
 _SKEW = datetime.timedelta(hours=2)  # a certificate's validity begins before its creation, since clocks differ
@@ -66,7 +66,7 @@ def issue(folder: Path, out: Path, hosts: Sequence[str], days: int) -> datetime.
         signer: Any = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{folder}: the authority's key cannot be read: {error}") from None
+        raise InputError(f"{folder}: the authority's key cannot be read: {reason_of(error)}") from None
     key, now = ec.generate_private_key(ec.SECP384R1()), datetime.datetime.now(datetime.UTC)
     end = min(now + datetime.timedelta(days=days), authority.not_valid_after_utc)
     certificate = (
@@ -108,7 +108,7 @@ def validity(path: Path) -> tuple[datetime.datetime, datetime.datetime]:
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: no certificate: {error}") from None
+        raise InputError(f"{path}: no certificate: {reason_of(error)}") from None
     return certificate.not_valid_before_utc, certificate.not_valid_after_utc
 
 

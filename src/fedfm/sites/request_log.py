@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fedfm.core import storage
 from fedfm.core.text import complain, visible
-from fedfm.errors import E_REFUSED, ClientFault, NotWritten
+from fedfm.errors import E_REFUSED, ClientFault, NotWritten, reason_of
 
 MISFITS = 5
 HELLOS, RUNS = "hellos", "runs"  # the two kinds of misfits, each with its count
@@ -43,7 +43,7 @@ class SiloLog:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             storage.append(self.path, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {visible(text)}\n")
         except (OSError, NotWritten) as error:
-            complain(f"{error}: {text}")
+            complain(f"{reason_of(error)}: {text}")
 
     def asks(self, question: str, of: str = HELLOS) -> None:
         """Count an experiment as a misfit until :meth:`fits` removes it. So a crash in between counts as a misfit too.

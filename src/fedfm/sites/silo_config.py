@@ -57,7 +57,7 @@ from fedfm.core.open_settings import OpenSettings, Setting
 from fedfm.core.text import NAME, NAME_WORDS, several
 from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
-from fedfm.errors import Faults, InputError, close, quote_names
+from fedfm.errors import Faults, InputError, close, quote_names, reason_of
 from fedfm.privacy.exposure import WORDS
 from fedfm.privacy.policy import Budget, Policy, Requirements
 from fedfm.runtime.own_rows import OwnRows, classes_of, columns_of, deal
@@ -203,8 +203,12 @@ def load(path: Path) -> Silo:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; a silo's file has name, data and allow") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML, or too many digits
-        raise InputError(f"{path}: cannot be read: {error}") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: this is a folder without a kit; expected a silo's file, as silo.toml") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML, or too many digits
+        raise InputError(f"{path}: not TOML: {reason_of(error)}") from None
     silo = read_all(path, table, _read)
 
     def absolute(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.text import to_json
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.models.families import unwrap
 from fedfm.models.locate import stored_file
 from fedfm.models.unread_parts import POOLING
@@ -168,7 +168,7 @@ def _json(path: Path | str, name: str) -> Any:
     try:
         return None if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"model.name: {file} cannot be read: {error}", key="model.name") from None
+        raise InputError(f"model.name: {file} cannot be read: {reason_of(error)}", key="model.name") from None
 
 
 def add_files(model: Network, to: str, folder: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedfm.core.attachments import Attachment, readable
 from fedfm.data import picture_ends, pictures
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 
 _LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")  # other formats, such as JPEG, may change class numbers
 _MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
@@ -115,7 +115,7 @@ def read(mask: Attachment) -> np.ndarray:
             turn = pictures.turn_of(picture)
             values = np.asarray(picture if turn is None else picture.transpose(turn)).astype(np.int32)
     except (OSError, ValueError, SyntaxError) as error:
-        raise InputError(f"the mask {mask}: not readable as an image ({error})") from None
+        raise InputError(f"the mask {mask}: not readable as an image ({reason_of(error)})") from None
     return values // _STRETCHED.get(raw, 1)
 
 

@@ -29,7 +29,7 @@ from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet, each_once
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.models import deferred_rows
 from fedfm.models.images import Pictures
 from fedfm.models.preprocessing import IGNORE
@@ -134,7 +134,7 @@ def _names(source: str) -> tuple[str, ...]:
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=each_once)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}; {wanted}") from None
+        raise InputError(f"{path}: {reason_of(error)}; {wanted}") from None
     if isinstance(found, Mapping):
         numbers = {key: name for key, name in found.items() if key != str(_VOID)}
         if set(numbers) != {str(i) for i in range(len(numbers))}:

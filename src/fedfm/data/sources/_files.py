@@ -14,7 +14,7 @@ from fedfm.core import tasks
 from fedfm.core.text import listing
 from fedfm.data.invisible import escape
 from fedfm.data.spec import BUILT_IN
-from fedfm.errors import InputError, NoColumn, close
+from fedfm.errors import InputError, NoColumn, close, reason_of
 
 T = TypeVar("T")
 At = Callable[[int], str]  # index of a data row -> its name in messages, numbered as users count: "silo.csv, row 7"
@@ -125,7 +125,7 @@ def gunzip(data: bytes, path: Path) -> bytes:
     try:
         return gzip.decompress(data)
     except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"{path} is damaged or cut short ({error}): compress it again") from None
+        raise InputError(f"{path} is damaged or cut short ({reason_of(error)}): compress it again") from None
 
 
 def decode(data: bytes, path: Path, holds: str) -> str:

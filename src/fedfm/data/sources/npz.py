@@ -25,7 +25,7 @@ from fedfm.data.sources._unread import notices_of_marks
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError, close, reason_of
 
 _NAMES = ("feature_names", "columns")  # arrays with names of feature columns
 _STRIP = 4  # an image that is this many times as wide as high is improbable
@@ -155,7 +155,9 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     except InputError:
         raise
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise InputError(f"{path} is damaged or cut short ({error}): write it again with numpy.savez") from None
+        raise InputError(
+            f"{path} is damaged or cut short ({reason_of(error)}): write it again with numpy.savez"
+        ) from None
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
             raise InputError(f'{path}: "{name}" is not a NumPy array: is this an npz file? Write it with numpy.savez')

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fedfm.encrypted.student.conversion import KEY, fold, is_polynomial_student
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.adapters.side_texts import text_places
 from fedfm.models.locate import locate
@@ -56,7 +56,7 @@ def check_place(name: str) -> None:
         config = json.loads((place / "config.json").read_text(encoding="utf-8")) if place.is_dir() else {}
     except (OSError, ValueError) as error:
         raise InputError(
-            f"method.foundation: {place}/config.json cannot be read: {error}", key="method.foundation"
+            f"method.foundation: {place}/config.json cannot be read: {reason_of(error)}", key="method.foundation"
         ) from None
     if KEY not in config:
         raise _refusal(name)

@@ -17,7 +17,7 @@ import torch
 from fedfm.core.capabilities import PREDICTIONS
 from fedfm.core.client import Client
 from fedfm.core.federation import Federation
-from fedfm.errors import E_LOST, ClientFault, InputError
+from fedfm.errors import E_LOST, ClientFault, InputError, reason_of
 from fedfm.linalg.params import Params
 from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.adapters.side_adapter import STATES, SideModel, with_numbers
@@ -38,7 +38,7 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{where}: this is not a readable run ({error}); expected the folder of a finished run"
+            f"{where}: this is not a readable run ({reason_of(error)}); expected the folder of a finished run"
         ) from None
     of = manifest["experiment"]["method"]
     if manifest.get("result") is None or of.get("name") != "blindfed":

@@ -46,6 +46,10 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     folder = Path(folder)
     if (folder / PROJECT).exists():
         raise InputError(f"{folder} already contains a {PROJECT}; name another folder")
+    if folder.suffix == ".toml":  # else a slip makes a folder of this name, or refuses the experiment as a file
+        raise InputError(
+            f"{folder} is no name for the app's folder; `fedfm app FOLDER --experiment {folder}` makes one"
+        )
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; name another folder")
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedfm.engines.flower.private_api import OPERATOR
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 
 FILE = "kit.json"
 NODES = "silos"  # folder of the silos' public keys in the server's kit
@@ -75,10 +75,10 @@ def load(folder: Path) -> Kit:
     path = folder / FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{folder}: there is no kit ({FILE} is missing); `fedfm provision` makes kits") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read: {reason_of(error)}") from None
     known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}
     schema = manifest.pop("schema", None) if isinstance(manifest, dict) else None
     if schema != SCHEMA:

@@ -15,7 +15,7 @@ from pathlib import Path
 from fedfm.core import storage
 from fedfm.core.text import safe_name
 from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, seal
-from fedfm.errors import RunError
+from fedfm.errors import RunError, reason_of
 
 SUFFIX = ".letter"
 _MOST = 1000  # largest number of lines about ignored files, so that nobody can fill the log by writing files
@@ -70,7 +70,7 @@ class Mailbox:
             with contextlib.suppress(OSError):  # not every file system supports this
                 storage.sync_folder(self.path)
         except (OSError, RunError) as error:
-            self.tell(path.name, f"cannot be written now: {error}")
+            self.tell(path.name, f"cannot be written now: {reason_of(error)}")
             return path.exists()
         return True
 
@@ -124,7 +124,7 @@ class Mailbox:
             return
         except (OSError, ValueError) as error:
             self._bad[name] = stamp, now
-            self.tell(name, f"is ignored: {error}")
+            self.tell(name, f"is ignored: {reason_of(error)}")
             return
         yield header, content
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfm.errors import InputError
+from fedfm.errors import InputError, reason_of
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf.pull import Piece
 from fedfm.models.families import find, type_of, unwrap
@@ -278,7 +278,8 @@ def _adapter(model: Model, folder: Path, lora: bool) -> Mapping[str, Tensor]:
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"method.foundation: {folder}/adapter_config.json cannot be read: {error}", key="method.foundation"
+            f"method.foundation: {folder}/adapter_config.json cannot be read: {reason_of(error)}",
+            key="method.foundation",
         ) from None
     own: Any = model.module.peft_config["default"]  # type: ignore[index]
     if (rank, alpha) != (own.r, own.lora_alpha):
@@ -300,7 +301,7 @@ def _read(path: Path, foundation: str) -> dict[str, Tensor]:
         return saved
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f'method.foundation = "{foundation}": {path} cannot be read: {error}', key="method.foundation"
+            f'method.foundation = "{foundation}": {path} cannot be read: {reason_of(error)}', key="method.foundation"
         ) from None
 
 
