@@ -222,9 +222,9 @@ def depends_on_rows(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """First line of an exception's text, cut to ``most`` characters. ``str(error)`` may raise, too."""
+    """First line with text of an exception, cut to ``most`` characters. ``str(error)`` may raise, too."""
     try:
-        return str(error).partition("\n")[0][:most]
+        return str(error).strip().partition("\n")[0][:most]
     except KeyboardInterrupt:
         raise
     except BaseException as failure:

@@ -686,3 +686,35 @@ def test_the_card_of_an_exported_own_module_has_code_that_loads_it(tmp_path, to)
         again = PeftModel.from_pretrained(network(), str(tmp_path / "out"))
     rows = torch.ones(2, next(net.parameters()).shape[1])
     torch.testing.assert_close(again.eval()(rows), net.eval()(rows))
+
+
+def test_an_export_has_the_adapter_that_the_module_uses_under_any_name(tmp_path, capsys):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    net = get_peft_model(network(), config, adapter_name="first")
+    net.add_adapter("second", config)
+    net.set_adapter("second")
+    federate(net, test=data(30, 1), out=tmp_path / "run")
+    fedfm.export(tmp_path / "run", "peft", tmp_path / "out", given=net)
+    assert '"first" is not written' in capsys.readouterr().err
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    again = PeftModel.from_pretrained(network(), str(tmp_path / "out"))
+    rows = torch.randn(4, next(net.parameters()).shape[1])
+    torch.testing.assert_close(again.eval()(rows), net.eval()(rows))
+
+
+def test_adapters_that_are_used_together_are_not_written_as_one(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    net = get_peft_model(network(), config)
+    net.add_adapter("second", config)
+    net.base_model.set_adapter(["default", "second"])
+    federate(net, test=data(30, 1), out=tmp_path / "run")
+    with pytest.raises(InputError, match=r'--to peft: "default", "second" are used together, expected one adapter'):
+        fedfm.export(tmp_path / "run", "peft", tmp_path / "other", given=net)

@@ -1,5 +1,8 @@
 """What a model's settings of generation ask for, and greedy answers leave out, is said."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from tiny_models import load
@@ -70,3 +73,19 @@ def test_answers_are_the_same_alone_whatever_reads_padding(folder, settings):
         setattr(model.module.generation_config, key, value)
     alone = [answers(model, model.prepare(table, [i]))[0] for i in range(3)]
     assert answers(model, model.prepare(table, range(3))) == alone
+
+
+def test_a_model_that_gives_the_choices_of_its_router_answers_prompts_of_several_lengths(folder, tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    path, like = (
+        shutil.copytree(folder("llama"), tmp_path / "m"),
+        json.loads((folder("llama") / "config.json").read_text()),
+    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": like["vocab_size"]}
+    MixtralForCausalLM(MixtralConfig(**sizes, output_router_logits=True)).save_pretrained(path)
+    table = Table("instruction", [("the fox", "a"), ("fox the fox jumps", "a")], None, (), np.full(2, "train"))
+    model = load(path, table, "lora", template="alpaca", answer_tokens=3)
+    assert len(answers(model, model.prepare(table, range(2)))) == 2
+    assert "the loss that balances its experts is not trained" in "\n".join(model.notices)

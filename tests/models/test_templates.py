@@ -263,13 +263,19 @@ def test_a_letter_that_joins_question_and_answer_counts():
 
 @pytest.mark.parametrize("template", [CHAT, MARKED], ids=["prefixes", "marks"])
 def test_a_row_is_the_same_on_every_day(folder, tmp_path, template):
-    today = "{{ strftime_now('%Y') + ' ' + strftime_now('%d %b') }} "
+    today = "{{ strftime_now('%Y') + ' ' + strftime_now(format='%d %b') }} "
     model = load(with_chat(folder, tmp_path, today + template), talks((TALK, "birds sing")), "lora", max_length=60)
     tokenizer = model.tools.tokenizer
     tokenizer.add_tokens(["2024", "26", "Jul"])
     row = encode_row(TALK, "birds sing", None, tokenizer)
     assert tokenizer.decode(row.ids).replace(" ", "").startswith("202426Jul<s>")
     assert tokenizer.decode([i for i, c in zip(row.ids, row.counts, strict=True) if c][-3:]) == "birds sing [SEP]"
+
+
+def test_a_template_with_a_date_that_cannot_be_fixed_is_refused(folder, tmp_path):
+    table, today = talks((TALK, "birds sing")), "{% set form = '%d %b' %}{{ strftime_now(form) }} "
+    with pytest.raises(InputError, match=r"writes today's date by 'strftime_now\(form\)"):
+        load(with_chat(folder, tmp_path, today + CHAT), table, "lora", max_length=60).prepare(table, [0])
 
 
 def test_a_template_whose_rest_depends_on_an_answer_is_refused(folder, tmp_path):

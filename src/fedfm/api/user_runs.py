@@ -11,9 +11,10 @@ import torch
 
 from fedfm.api import model_card
 from fedfm.config.user_code import admit_function, is_function
+from fedfm.core.text import complain
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import check_dataset
-from fedfm.errors import InputError
+from fedfm.errors import InputError, quote_names
 from fedfm.models import adapter_reading, export, merging
 from fedfm.models.batches import tensors
 from fedfm.models.quiet import quiet
@@ -173,6 +174,8 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
     with quiet():
         if to == "hf" and adapted:
             merging.save(merging.merge(copy.deepcopy(module)), out)
+        elif adapted:
+            _write_adapter(module, out)
         else:
             module.save_pretrained(str(out))
         processing = getattr(brings.given.trainer, "processing_class", None)
@@ -180,6 +183,24 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
             processing.save_pretrained(str(out))
     model_card.write(run.path, model, to, out, client)
     return out
+
+
+def _write_adapter(module: Any, out: Path) -> None:
+    """Write the adapter that the module uses. PEFT puts an adapter that is not called "default" into a folder inside.
+
+    Raises:
+        InputError: several adapters are in use together.
+    """
+    name, *more = module.active_adapters
+    if more:
+        raise InputError(f"--to peft: {quote_names([name, *more])} are used together, expected one adapter: use hf")
+    module.save_pretrained(str(out), selected_adapters=[name])
+    for file in (out / name).glob("*"):
+        file.rename(out / file.name)
+    if (out / name).is_dir():
+        (out / name).rmdir()
+    if others := sorted(set(module.peft_config) - {name}):
+        complain(f'--to peft: "{name}" is the adapter that the module uses; {quote_names(others)} is not written')
 
 
 def is_own(run: Run) -> bool:

@@ -6,8 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
-
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models import export_base, merged_export, merging, quantised
@@ -27,6 +25,7 @@ from fedfm.models.kinds import is_dual_encoder, is_pooled_encoder
 from fedfm.models.locate import DTYPES
 from fedfm.models.merged_export import MergedWeights
 from fedfm.models.model import Model
+from fedfm.models.network import Network
 from fedfm.models.quiet import quiet
 
 Target = Literal["peft", "hf", "torch"]
@@ -120,7 +119,7 @@ def _write(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         if is_pooled_encoder(classifier := unwrap(model.module)):
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))
-    _save_tools(model, Path(out))
+    save_tools(model, Path(out))
     model.task.add_files(model, to, Path(out))
     return Path(out)
 
@@ -148,8 +147,6 @@ def merge(model: Model, w: Params) -> Any:
     module = quantised.rebuild(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if is_lora(model):
         with quiet(), peft_alone():
-            if (ends := merging.tied_ends(module)) is not None:
-                ends[1].weight = nn.Parameter(ends[1].weight.detach().clone(), requires_grad=False)
             module = merging.merge(module)
     module._forward_pre_hooks.clear()
     return module
@@ -179,7 +176,8 @@ def _of_transformers(module: Any) -> Any:
     return module if hasattr(module, "save_pretrained") else None
 
 
-def _save_tools(model: Model, folder: Path) -> None:
+def save_tools(model: Network, folder: Path) -> None:
+    """Write the processor and the tokenizer, with the length and the padding of training."""
     tools = [tool for tool in (model.tools.processor, model.tools.tokenizer) if tool is not None]
     if not tools:  # a head on features needs no transformers
         return

@@ -73,6 +73,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self._trained = {key: w[name] for key, name in own.items()}  # values of a base that is trained itself
         _load_rest(wrapped, model, w)
         self._untie(wrapped)
+        merging.refuse_shared(wrapped)
         self._layers = dict[int, tuple[str, Any]]()  # adapted layers by their base layers' parameters
         for name, layer in merging.layers(wrapped):
             self._layers |= {id(p): (name, layer) for p in layer.get_base_layer().parameters()}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedfm.errors import InputError
+from fedfm.models.heads import within
 
 NARROW = (torch.bfloat16, torch.float16)
 _ROWS = 2  # number of rows of a probe
@@ -28,11 +29,19 @@ def merge(module: Any) -> Any:
 
     The merged layers have weights of float32, the others keep their dtype: see :func:`save`.
 
+    If embeddings and head share a weight and LoRA adapts one of them, the head gets a weight of its own.
+
     Raises:
-        InputError: a layer does not compute with its raw weight (e.g. a convolution standardises it), so that merged
-            weights would give other outputs.
+        InputError: the adapter changes no weights; a layer does not compute with its raw weight (e.g. a convolution
+            standardises it), so that merged weights would give other outputs; or modules share an adapted weight.
     """
+    if not hasattr(module, "merge_and_unload"):
+        kind = next(iter(module.peft_config.values())).peft_type.value
+        raise InputError(f"--to hf: an adapter of type {kind} is part of no weight, so it cannot be merged: use peft")
     module = module.eval()
+    if (ends := tied_ends(module)) is not None:
+        ends[1].weight = nn.Parameter(ends[1].weight.detach().clone(), requires_grad=False)
+    refuse_shared(module)
     for name, layer in layers(module):
         merge_layer(name, layer)
     with warnings.catch_warnings():
@@ -87,6 +96,27 @@ def tied_ends(module: Any) -> tuple[Any, Any] | None:
         return None
     whole.config.tie_word_embeddings = False
     return first, last
+
+
+def refuse_shared(module: nn.Module) -> None:
+    """Refuse an adapted weight that another module has, too: merged into it, the adapter would change both modules.
+
+    Examples are the embeddings of an encoder and of its decoder, and blocks that PEFT's ``layer_replication`` repeats.
+
+    Raises:
+        InputError: there is such a weight.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, part in module.named_modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name.removeprefix("base_model.model."))
+    for name, layer in layers(module):
+        for parameter in layer.get_base_layer().parameters():
+            if others := [of for of in owners[id(parameter)] if not within(of, name)]:
+                raise InputError(
+                    f"--to hf and torch: LoRA adapts {name}, and {others[0].removesuffix('.base_layer')} has the same "
+                    "weight: merged into it, the adapter would change both: use peft"
+                )
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fedfm.errors import InputError
 from fedfm.models import quantised_maps
 from fedfm.models.checkpoint import some
-from fedfm.models.locate import ADAPTER, BUILT_IN
+from fedfm.models.locate import ADAPTER, BUILT_IN, stored_table
 from fedfm.models.spec import ModelSpec
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = F
     found = unknown_keys.of_configuration(path, config)
     found += unknown_keys.of_generation(path) if answers else []
     if spec.weights == "pretrained":
-        found += _own_code(path, config)
+        found += [*_own_code(path, config), *_of_router(path)]
     if spec.weights == "pretrained" and isinstance(path, Path):
         _refuse_twice(path)
         if quantised_maps.settings(config) is None:
@@ -61,6 +61,16 @@ def _own_code(path: Path | str, config: Any) -> list[str]:
     return [
         f"names code of its own ({some(named)}), which is not run: transformers' own model of type "
         f"{config.model_type!r} computes with its weights"
+    ]
+
+
+def _of_router(path: Path | str) -> list[str]:
+    table = stored_table(path, "config.json")
+    if not any(of.get("output_router_logits") for of in (table, *table.values()) if isinstance(of, dict)):
+        return []
+    return [
+        "has output_router_logits = true in its config.json: the loss that balances its experts is not trained, and "
+        "an export says false"
     ]
 
 

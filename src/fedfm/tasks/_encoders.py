@@ -180,9 +180,9 @@ def add_files(model: Network, to: str, folder: Path) -> None:
     if to == "torch" or not home.is_dir():
         return
     if to == "peft":
-        for tool in (model.tools.processor, model.tools.tokenizer):
-            if tool is not None:
-                tool.save_pretrained(str(home))
+        from fedfm.models.export import save_tools
+
+        save_tools(model, home)
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] * pooling.normalize)]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"{_PARTS}.{kind}"} for i, (path, kind) in enumerate(parts)

@@ -22,7 +22,7 @@ from fedfm.errors import InputError, first_line
 from fedfm.models.language.tool_calls import OBJECT, TEXT, has_calls, messages_of, one_call, with_argument, with_words
 
 ASSISTANT = "assistant"
-_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_NOW = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 _DAY = datetime.date(2024, 7, 26)  # templates get this date as today's; it is the default of Llama 3's template
 _SHOWN = 40  # number of a text's characters that a message shows
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
@@ -132,8 +132,19 @@ def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
 
 
 def text_of(tokenizer: Any) -> str:
-    """The chat template with a fixed date in place of today's, so that rows and a run's bits are the same every day."""
-    return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template_of(tokenizer))
+    """The chat template with a fixed date in place of today's, so that rows and a run's bits are the same every day.
+
+    Raises:
+        InputError: the template computes the form of the date, so that the date cannot be fixed.
+    """
+    text = _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template_of(tokenizer))
+    if (at := text.find("strftime_now(")) >= 0:
+        raise InputError(
+            f"model.template: the chat template writes today's date by {text[at : at + _SHOWN]!r}, so that rows would "
+            'differ from day to day: write the form of the date as a text, such as strftime_now("%d %B %Y")',
+            key="model.template",
+        )
+    return text
 
 
 def template_of(tokenizer: Any) -> str:
