@@ -64,7 +64,7 @@ def test_one_client_named_both_alive_and_dead_is_revealed_by_nobody(half, tmp_pa
 
     link.change = split
     found = refusals(fed, link, method)
-    other, dead = "signed another list of survivors", "c00 is not a neighbour that survived"
+    other, dead = "signed another list of survivors", "c00 is not a member that survived"
     assert sum(other in reason or dead in reason for reason in found) == len(link.replies("unmask")) == 6
 
 
@@ -172,6 +172,26 @@ def test_no_sum_of_a_part_of_the_survivors_can_be_read(silo, tmp_path, monkeypat
     asked = link.replies("consent")
     assert len(asked) == (6 if silo else 0)
     assert all("sums of parts" in reply.fault.reason for reply in asked.values())
+
+
+def test_consent_of_neighbours_alone_is_too_little(tmp_path):
+    """Clients far apart in the ring have no neighbour in common, so they could agree to different lists."""
+    fed, link, method = federation(tmp_path, 10, Secure(threshold=0.5, neighbours=4))
+    link.late["give"] = {"c09"}
+
+    def of_neighbours(request):
+        if not request.handler.endswith("_unmask"):
+            return request
+        session = fed.process_memory["SecAgg"]
+        near = {session.agreement.names[p] for p in session.holds[session.agreement.names.index(request.client)]}
+        keep = [at for at, name in enumerate(request.payload["names"]) if name in near]
+        some = {"names": [request.payload["names"][at] for at in keep]}
+        return request._replace(payload={**request.payload, **some, "signatures": request.payload["signatures"][keep]})
+
+    link.change = of_neighbours
+    found = refusals(fed, link, method)
+    assert sum("5 signatures of the survivors arrived, 6 are needed" in reason for reason in found) == 5
+    assert sum("4 signatures of the survivors arrived, 6 are needed" in reason for reason in found) == 4
 
 
 # --- what the clients are shown --------------------------------------------------------------------------------------
@@ -440,8 +460,8 @@ def test_messages_that_no_honest_server_sends(change, reason, tmp_path):
     [
         (changed("unmask", names=[], signatures=torch.empty(0, 64, dtype=torch.uint8)), "1 signatures of the"),
         (changed("unmask", signatures=lambda s: s.flip(0)), "signed another list of survivors"),
-        (changed("unmask", names=lambda n: ["nobody", *n[1:]]), "nobody is not a neighbour"),
-        (changed("unmask", names=lambda n: ["c05", *n[1:]]), "c05 is not a neighbour that survived"),
+        (changed("unmask", names=lambda n: ["nobody", *n[1:]]), "nobody is not a member"),
+        (changed("unmask", names=lambda n: ["c05", *n[1:]]), "c05 is not a member that survived"),
     ],
 )
 def test_consent_that_no_honest_server_shows(change, reason, tmp_path):

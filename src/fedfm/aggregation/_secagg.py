@@ -10,7 +10,7 @@ Rabin. Flamingo. S&P 2023: clients agree on keys once for many sums, and clients
 3. hold: each client receives its neighbours' shares;
 4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, which is its
    signature of the cohort and of the payload that the server sent to all;
-5. consent, if a client of the cohort dropped out: the others sign the list of survivors;
+5. consent, if a client of the cohort dropped out: all others sign the list of survivors;
 6. unmask: for each neighbour in the cohort, clients that are still there reveal a share of one of its two seeds.
 
 Messages 1 to 3 go to all clients before the first sum. They are repeated if a cohort has a client without keys, a
@@ -21,8 +21,8 @@ of these help the server, and let t shares determine a seed.
 
 (a) For each sum an honest holder agrees to one list of survivors. It reveals once, and only a share of one seed. The
 server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one seed.
-(b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need the signatures
-of 2 (t - c) honest holders. There are only h - c, which is less because 2 t > h + c. So there is one such list only.
+(b) A holder reveals for a list with dropouts only if more than ``threshold`` of all members have signed it. With two
+such lists the argument of (a) holds for all members in place of the holders. So there is one such list only.
 (c) Some holders may also reveal for the full cohort, in which nobody dropped out. At most h - c - (t - c) honest
 holders can do so. Together with the c holders that help the server they are fewer than t. So the server gets the sum
 over one list only.
@@ -219,7 +219,8 @@ class SecAgg(Transport):
         member = self._member(client)
         digest = self._survivors(member, client, sum, status, seals)
         signed = map(bytes_of, check_bytes(signatures, len(names), SIGNATURE))
-        shares = member.reveal(client, sum, bytes_of(status), digest, dict(zip(names, signed, strict=True)))
+        signatures_by_name = dict(zip(names, signed, strict=True))
+        shares = member.reveal(client, sum, bytes_of(status), digest, signatures_by_name, self.threshold)
         return to_tensor(b"".join(shares)).reshape(-1, KEY)
 
     def _survivors(self, member: Member, client: Client, i: int, status: Tensor, seals: Tensor) -> bytes:
@@ -363,10 +364,9 @@ class SecAgg(Transport):
         if DEAD in status:
             signed = fed.ask(self.consent, of=asked, check=bytes_check(SIGNATURE), least=1, **message)
             asked = {c: p for c, p in asked.items() if c in signed}
-        others = {c: [names[o] for o in session.holds[p][1:] if names[o] in signed] for c, p in asked.items()}
+        message["names"] = sorted(signed)
         none = torch.empty(0, SIGNATURE, dtype=torch.uint8)
-        message["names"] = each(others)
-        message["signatures"] = each({c: torch.stack([signed[o] for o in n]) if n else none for c, n in others.items()})
+        message["signatures"] = torch.stack([signed[name] for name in message["names"]]) if signed else none
         shapes = {c: (sum(status[o] != OUT for o in session.holds[p]), KEY) for c, p in asked.items()}
         found = fed.exchange(
             "aggregate",

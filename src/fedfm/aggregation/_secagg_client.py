@@ -236,13 +236,14 @@ class Member:
         return keys.sign(identity_of(client), *self.agreement.statement("survivors", digest))
 
     def reveal(
-        self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes]
+        self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes], share: float
     ) -> list[bytes]:
         """Return one share for each member of the cohort whose seed shares this client keeps. For a survivor it is a
         share of the seed of its own mask; for a member that dropped out, it is a share of the key of its pair masks.
 
-        If no client dropped out, the survivors' seals prove their consent. Otherwise other clients must have signed the
-        list.
+        If no client dropped out, the survivors' seals prove their consent. Otherwise more than the fraction ``share``
+        of all members must have signed the list: with the signatures of neighbours alone, clients far apart in the ring
+        could agree to different lists.
 
         Raises:
             ClientFault: this client agreed to another list, or too few signed this one.
@@ -250,15 +251,16 @@ class Member:
         kept = client.write_once(f"{self.tag}-survivors-{i}", digest + keys.entropy(16))
         if kept[: len(digest)] != digest:
             raise refusal(f"sum {i}: this client agreed to another list of survivors")
-        known = {self.names[p]: p for p in self.holds[1:]}
+        known = {name: p for p, name in enumerate(self.names)}
         for name, signature in signatures.items():
             if name not in known or status[known[name]] == DEAD:
-                raise refusal(f"{name} is not a neighbour that survived")
+                raise refusal(f"{name} is not a member that survived")
             identity = self.agreement.card(known[name]).identity
             if not keys.verify(identity, signature, *self.agreement.statement("survivors", digest)):
                 raise refusal(f"{name} signed another list of survivors")
-        if DEAD in status and len(signatures) + 1 < self.threshold:
-            raise refusal(f"{len(signatures) + 1} signatures of the survivors arrived, {self.threshold} are needed")
+        signed, least = len({client.id, *signatures}), least_of(share, len(self.names))
+        if DEAD in status and signed < least:
+            raise refusal(f"{signed} signatures of the survivors arrived, {least} are needed")
         once(client, f"{self.tag}-reveal-{i}", f"shares for sum {i}")
         return [
             bytes.fromhex(held)[KEY * (2 * i + (status[p] == DEAD)) :][:KEY]
