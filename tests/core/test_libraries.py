@@ -20,6 +20,10 @@ class TestRefusing:
         with pytest.raises(InputError, match=str(error)), libraries.refuse("model.name"):
             raise error
 
+    def test_of_a_message_that_begins_with_an_empty_line_the_first_words_are_told(self):
+        with pytest.raises(InputError, match=r"^model: ImportError: needs timm$"), libraries.refuse("model"):
+            raise ImportError("\nneeds timm\nby pip")
+
     def test_a_defect_of_ours_passes(self):
         with pytest.raises(KeyError), libraries.refuse("data"):
             Params({"a": torch.zeros(2)})["b"]

@@ -244,7 +244,7 @@ def test_the_pipeline_of_transformers_gives_the_answers_of_a_whisper_of_language
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
 def test_an_adapter_of_a_whisper_loads_by_peft(place, tmp_path):
-    from peft import PeftModel
+    from peft import AutoPeftModel, PeftModel
     from transformers import WhisperForConditionalGeneration
 
     run(tables(place), tmp_path / "run")
@@ -260,6 +260,8 @@ def test_an_adapter_of_a_whisper_loads_by_peft(place, tmp_path):
     features = extractor(sounds_of(place, 3), sampling_rate=16_000, return_tensors="pt").input_features
     said = theirs.generate(input_features=features)
     assert tokenizer.batch_decode(said, skip_special_tokens=True) == found["answers"]
+    assert theirs(input_features=features, labels=said).loss.isfinite()
+    assert AutoPeftModel.from_pretrained(tmp_path / "peft").generate(input_features=features).equal(said)
 
 
 @pytest.mark.proof

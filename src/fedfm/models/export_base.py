@@ -57,7 +57,9 @@ def complete(model: Model, folder: Path) -> bool:
     in_bits = quantised.has_experts(module)
     files = [] if in_bits else _weights(model.spec.name)
     about: dict[str, Any] = {}
-    if (of := model.task.peft_type("image" if model.tools.tokenizer is None else "text")) is not None:
+    heard = hasattr(model.tools.processor, "sampling_rate")
+    kind = "image" if model.tools.tokenizer is None else "audio" if heard else "text"
+    if (of := model.task.peft_type(kind)) is not None:
         about["task_type"] = of  # without a task type, PEFT would search for a class by name
     if files:
         (folder / BASE).mkdir()

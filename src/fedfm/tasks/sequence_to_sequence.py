@@ -123,7 +123,7 @@ class SequenceToSequence(Task):
         return _languages.generation_settings(model, self.source_language, self.target_language)
 
     def peft_type(self, kind: str) -> str | None:
-        return "SEQ_2_SEQ_LM"
+        return None if kind == "audio" else "SEQ_2_SEQ_LM"  # PEFT's class of this type gives a Whisper token ids
 
     def logits(self, model: Network, batch: Batch) -> Tensor:
         """Logits (b, L, V) of the output's tokens; to predict a token, the decoder reads the tokens before it."""
