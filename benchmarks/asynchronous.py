@@ -1,10 +1,10 @@
 """Buffered asynchronous rounds and rounds that wait for all, where one of eight clients is ten times slower.
 
     python benchmarks/asynchronous.py
-    python benchmarks/asynchronous.py --own-classes    # the slow one of five alone has two of the ten classes
+    python benchmarks/asynchronous.py --own-classes    # one of five clients is slow, and only it has two classes
 
-Every line trains on the same number of updates. Time is that of the simulated clock: a pass takes |N(0, 1)|, of the
-slow client ten times as long. It says nothing of this machine.
+Every line trains on the same number of updates. Times are those of a simulated clock: a local pass takes |N(0, 1)|, and
+a pass of the slow client ten times as long. They do not depend on this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import fedfm
 from fedfm.runtime.progress import Progress
 
 UPDATES, SEEDS, SLOW = 320, (0, 1, 2), {"client-07": 0.1}
-OWNER, FIVE = "client-04", 300  # the silo whose classes nobody else has, of five; answers of a run of them
+OWNER, FIVE = (
+    "client-04",
+    300,
+)  # the slow one of five silos, whose classes no other has; number of updates in a run of the five
 
 
 def line(method: dict[str, object], buffer: int | None, seed: int, speeds: dict[str, float]) -> tuple[float, float]:
@@ -37,8 +40,8 @@ def line(method: dict[str, object], buffer: int | None, seed: int, speeds: dict[
     return result["accuracy"], result["details"]["asynchronous"]["clock"]
 
 
-def owned(buffer: int, seed: int, speed: float, staleness: float) -> tuple[float, float, float]:
-    """(accuracy, accuracy on the test rows of the classes that the slow silo alone has, clock) of one run."""
+def score_of_owner(buffer: int, seed: int, speed: float, staleness: float) -> tuple[float, float, float]:
+    """(accuracy, accuracy on the test rows of the classes that only the slow silo has, clock) of one run."""
     late = {"buffer": buffer, "staleness": staleness, "speeds": {OWNER: speed}}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -61,12 +64,12 @@ def owned(buffer: int, seed: int, speed: float, staleness: float) -> tuple[float
 
 
 def own_classes() -> None:
-    """Print a table of what a slow silo loses that alone has some of the classes."""
+    """Print a table of the accuracy on classes that only a slow silo has."""
     print("| a round takes | its speed | `staleness` | accuracy, % | on its classes, % | clock |")
     print("|---|---|---|---|---|---|")
     paces = [(1.0, 0.5), (0.3, 0.5), (0.3, 0.0), (0.1, 0.5), (0.1, 0.0)]
     for buffer, speed, staleness in [(5, 0.1, 0.5), *((buffer, *pace) for buffer in (3, 1) for pace in paces)]:
-        found = [owned(buffer, seed, speed, staleness) for seed in SEEDS]
+        found = [score_of_owner(buffer, seed, speed, staleness) for seed in SEEDS]
         accuracy, own, clock = (statistics.mean(values) for values in zip(*found, strict=True))
         what = "all 5" if buffer == 5 else f"the first {buffer}"
         print(
@@ -80,7 +83,10 @@ def main() -> None:
         own_classes()
         return
     local = {"learning_rate": 0.03}
-    print("| method | a round takes | accuracy, % | clock | of that without a slow client |\n|---|---|---|---|---|")
+    print(
+        "| method | a round takes | accuracy, % | clock | ratio to the clock without a slow client |"
+        "\n|---|---|---|---|---|"
+    )
     momenta = {"fedavg": {}, "fedavgm": {}, "fedavgm, momentum 0.3": {"server_momentum": 0.3}}
     for name, more in momenta.items():
         method = {"name": name.split(",")[0], "local": local} | more

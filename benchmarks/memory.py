@@ -1,12 +1,12 @@
-"""The server's peak memory for 100 and for 1,000 clients, ten of which are asked a round.
+"""The server's peak memory for 100 and for 1,000 clients, of whom a round asks ten.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --one lora 1000 2
 
 Each figure is ru_maxrss of a fresh process that runs a whole experiment on the built-in digits with nano-vit through
-the public API (``fedfm.run``), evaluation at the end included. With two workers the clients train in other processes
-and the figure is the server's alone; with one they train in the same process, and it holds everything. The rows are
-the same 1,437 whatever the number of clients.
+the public API (``fedfm.run``), with the evaluation at the end. With two workers the clients train in other processes,
+so the figure is that of the server alone. With one worker they train in the server's process, and the figure covers
+both. All runs share out the same 1,437 rows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a message costs: a client-round of the local engine without any training, against Flower's simulation on Ray.
+"""The cost of a message to a client and its reply, without training: the local engine, and Flower's simulation on Ray.
 
     python benchmarks/messages.py
     python benchmarks/messages.py --skip-ray
 
 1,000 clients whose handler returns what it was sent: nothing, or a million floats. One worker, so tensors pass by
-reference. fedfm's time is that of the whole ``Federation.exchange``: requests, silos, byte counts, transcript,
+reference. fedfm's time covers the whole ``Federation.exchange``: requests, silos, byte counts, transcript,
 validation. The scan for NaN, infinity and absurd sizes reads every number and is shown on its own: the rows "without
 values check" run with it switched off in the benchmark; a run never does. Flower's simulation runs a ClientApp that
 returns the arrays it got, under FedAvg, as its examples do, in the same sitting, after fedfm; its first round, which

@@ -20,7 +20,7 @@ ROWS = {  # the tables' rows: kind, width of the vectors, model, number of class
 
 
 def text() -> str:
-    """The file's content: an object a line."""
+    """The file's content: one JSON object per line."""
     kept = json.loads((ROOT / "docs" / "results" / "privacy.json").read_text(encoding="utf-8"))
     titles = json.loads((ROOT / "reproduce" / "privacy" / "tables.json").read_text(encoding="utf-8"))["tables"]
     lines = []

@@ -52,19 +52,19 @@ OUTSIDE = {"CONTRIBUTING.md": "/contributing.md", "CHANGELOG.md": "/changelog.md
 
 
 def setup(app: Sphinx) -> None:
-    """Lead links to the Markdown files of the project's root to their pages of the site; add notebooks of programs."""
+    """Point links to Markdown files of the project's root at their pages of the site; add notebooks of programs."""
     app.add_html_math_renderer("mathml", (site_html.visit_math, None), (site_html.visit_math_block, None))
-    app.connect("source-read", _inside)
-    app.connect("html-page-context", _adapt)
+    app.connect("source-read", _rewrite_links)
+    app.connect("html-page-context", _adapt_tables)
     app.connect("builder-inited", lambda app: [notebooks.write(_notebooks(app))])
 
 
-def _adapt(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+def _adapt_tables(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
     if "body" in context:
         context["body"] = site_html.adapt_tables(context["body"], page)
 
 
-def _inside(app: Sphinx, name: str, source: list[str]) -> None:
+def _rewrite_links(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((?:\.\./)+([A-Z]+\.md)", lambda found: "](" + OUTSIDE[found[1]], source[0])
     if name == "how-to/gallery":
         where = os.path.relpath(_notebooks(app), Path(app.srcdir) / "how-to")

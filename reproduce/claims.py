@@ -24,7 +24,8 @@ RATES = (
     "grid."
 )
 OPEN = (
-    "*Open* has in brackets how many seeds would decide the line if mean and standard deviation stayed what they are."
+    "*Open*: the number in brackets is how many seeds would decide the line if mean and standard deviation stayed as "
+    "they are."
 )
 SECOND = (
     "A line of ten seeds or more is a second look: three or five seeds had left lines of its table open, and the "

@@ -1,4 +1,4 @@
-"""What a frozen model gives of a picture, computed once in a process for all of its runs."""
+"""A frozen model's outputs for each picture, computed once in a process and used by all of its runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keep() -> None:
 
 
 def states(model: SideModel, rows: Rows) -> Tensor:
-    """As ``SideModel.states``; a picture is computed once."""
+    """As ``SideModel.states``, but each picture is computed once."""
     backbone, released, scales = model.frozen_parts
     of_model = (backbone.fingerprint, *(bytes(to_bytes(t)) for t in (released.positions, scales)), model.net.shape)
     found = _once(of_model, rows, lambda left: _of_blocks(model, left))
@@ -34,7 +34,7 @@ def states(model: SideModel, rows: Rows) -> Tensor:
 
 
 def features(model: Model, rows: Rows) -> Tensor:
-    """As ``Model.features``, of a model whose head alone is trained; a picture is computed once."""
+    """As ``Model.features`` for a model whose head alone is trained, but each picture is computed once."""
     if model.adaptation != "head" or "pixel_values" not in rows.tensors:
         return _of_heads(model, rows)
     found = _once((model.fingerprint, "features"), rows, lambda left: _of_heads(model, left))

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(f for folder in ("benchmarks", "reproduce", "examples") for f in (ROOT / folder).rglob("*.py"))
 
 
-def used(tree):
+def names_in(tree):
     """(module, name) of everything taken from fedfm: imported names, and attributes of imported modules."""
     modules = {}
     for node in ast.walk(tree):
@@ -23,8 +23,8 @@ def used(tree):
             yield modules[node.value.id], node.attr
 
 
-def there(module, name):
-    """Whether it exists; what is no module is an object whose attributes a type checker would have to know."""
+def exists(module, name):
+    """Whether the module has the name. Attributes of an object that is no module are not checked."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -43,12 +43,12 @@ def there(module, name):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_all_that_a_script_takes_from_fedfm_exists(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert [f"{module}.{name}" for module, name in used(tree) if not there(module, name)] == []
+    assert [f"{module}.{name}" for module, name in names_in(tree) if not exists(module, name)] == []
 
 
 def test_a_name_that_has_moved_is_found():
     tree = ast.parse("from fedfm.models import images, nothing\nimages.tell(1)\nimages.pixels(2)\n")
-    assert [found for found in used(tree) if not there(*found)] == [
+    assert [found for found in names_in(tree) if not exists(*found)] == [
         ("fedfm.models", "nothing"),
         ("fedfm.models.images", "tell"),
     ]

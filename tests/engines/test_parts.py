@@ -157,7 +157,7 @@ def silo(folder, text):
         ('name = "a"\ndata = "x.npz"\nallow = "*"', "a list"),
         ('name = "a"\ndata = "x.npz"\n[allow_by_method]\nfedpft = ["men"]', "allow_by_method.fedpft: .men. is no word"),
         ('name = "a"\ndata = "x.npz"\n[allow_by_method]\nfedptf = ["mean"]', 'fedptf.*did you mean "fedpft"'),
-        ("name = ", "cannot be read"),
+        ("name = ", "not TOML"),
     ],
 )
 def test_a_silos_file_that_makes_no_sense_is_refused(tmp_path, text, word):

@@ -1,4 +1,4 @@
-"""Gradient checkpointing happens, and changes nothing but the memory."""
+"""Gradient checkpointing computes each block twice, and changes only the memory that a run needs."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
 
-def trained(model, table):
+def train(model, table):
     rows = model.prepare(table, range(4))
     client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5, trainer=train_client)
     passes = []
@@ -30,9 +30,9 @@ def trained(model, table):
 @pytest.mark.parametrize("adaptation", ["lora", "full"])
 def test_blocks_are_computed_twice_with_the_same_result(folder, family, adaptation):
     table = table_for(family)
-    plain, once = trained(load(folder(family), table, adaptation), table)
+    plain, once = train(load(folder(family), table, adaptation), table)
     model = load(folder(family), table, adaptation, gradient_checkpointing=True)
-    again, twice = trained(model, table)
+    again, twice = train(model, table)
     assert (once, twice) == (1, 2)
     assert (again - plain).norm() <= 1e-6 * (plain - load(folder(family), table, adaptation).params()).norm()
     assert not any("forward" in vars(m) for m in model.module.modules())  # a copy would call the original
@@ -41,7 +41,7 @@ def test_blocks_are_computed_twice_with_the_same_result(folder, family, adaptati
 def test_an_export_after_training_has_the_trained_weights(folder):
     table = images()
     model = load(folder("vit"), table, "lora", gradient_checkpointing=True)
-    w, _ = trained(model, table)
+    w, _ = train(model, table)
     model.load(w)
     rows = model.prepare(table, range(4))
     whole = merge(model, w)

@@ -387,6 +387,14 @@ def test_of_a_damaged_log_the_rest_is_shown_and_what_is_missing_is_said(tmp_path
     assert "fedavg-digits" in text
 
 
+def test_a_run_that_was_stopped_in_its_first_round_lacks_nothing(tmp_path):
+    run = runs.make(tmp_path / "run", finished=None, result=None)
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint/round-000000.safetensors").touch()
+    assert read.read(run).missing == ()
+
+
 def test_of_an_unfinished_run_a_torn_last_line_is_no_damage_and_a_checkpoint_tells_of_lines(tmp_path):
     run = runs.make(tmp_path / "run", finished=None, result=None)
     with open(run / "metrics.jsonl", "ab") as file:

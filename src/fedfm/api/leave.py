@@ -82,11 +82,11 @@ def leave(
     _check(run, name)
     experiment = _without(run, name)
     how = EXACT if _is_exact(run) else RETRAINED
-    if how == RETRAINED:
-        _agree(run, name, retrain, progress.notice)
     place = _place(run, name, out)
     if not (place / MANIFEST).exists() or not Run.open(place).manifest.get("departures"):
         refuse_used(place)  # before rows and model are read; a run without a client may be this one, begun before
+    if how == RETRAINED:
+        _agree(run, name, retrain, progress.notice)
     population = populate(run.experiment)
     now = fingerprints(run, population.federated.table, population.model)
     check_same(run, now, "the other clients' messages are made from the original rows")

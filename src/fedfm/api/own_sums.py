@@ -26,7 +26,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_sums import AddsRows
 from fedfm.runtime.run_directory import Run
 
-OPENED = "opened_sums.json"  # in a run's folder, if sums are hidden: whose own sums were given for it
+OPENED = "opened_sums.json"  # in a run's folder, if sums are hidden: the clients whose own sums were given
 LEAST = 2  # least number of clients whose hidden sums may follow from the run's and from those that were given
 
 
@@ -89,7 +89,7 @@ def is_hidden(run: Run) -> bool:
 
 
 def check_others(run: Run, given: Mapping[str, str]) -> None:
-    """Refuse sums if hidden sums of a client that gave none would follow, also from those that were given before.
+    """Refuse files from which, with those given before, the hidden sums of a client that gave none would follow.
 
     The same client may be given twice. A run that a client has left shares the record of the run that it left.
 
@@ -113,7 +113,7 @@ def check_others(run: Run, given: Mapping[str, str]) -> None:
 
 
 def enter_opened(run: Run, given: Mapping[str, str], new: Run | None = None) -> None:
-    """Write whose sums were given into the run, the one that it comes from, and the new one.
+    """Record whose sums were given: in this run, in the run from which it was made, and in the new run.
 
     Args:
         given: SHA-256 of the sums by client.
@@ -145,7 +145,9 @@ def _record(run: Run) -> tuple[set[str], dict[str, str]]:
                 everybody |= set(found["clients"])
                 opened |= found["opened"]
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{place / OPENED}: damaged, and it says whose sums are known: {error}") from None
+                raise InputError(
+                    f"{place / OPENED}: this record of the clients whose sums are known is damaged: {error}"
+                ) from None
     return everybody, opened
 
 

@@ -144,8 +144,8 @@ def load_model(
     bits = loaded.stored is not None and not loaded.hollow
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
     look = Finite(spec.name, _weights(loaded))
-    print_ = known or fingerprint(weights, loaded.config, loaded.new, look)
-    _check_fingerprint(spec, print_)
+    weight_hash = known or fingerprint(weights, loaded.config, loaded.new, look)
+    _check_fingerprint(spec, weight_hash)
     del weights
     if spec.weights == "pretrained" and known is None and not by_user:
         loaded.notices += tuple(look.notices())
@@ -163,7 +163,7 @@ def load_model(
                 key="model.adaptation.name",
             )
         module = loaded.module if loaded.placed else loaded.module.to(device)
-        adapted = _side_model(module, spec, parts, classes, loaded.tools, print_, seed)
+        adapted = _side_model(module, spec, parts, classes, loaded.tools, weight_hash, seed)
         adapted.notices = (*_notices(loaded, parts, spec), *drawn)
         return adapted
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
@@ -205,7 +205,7 @@ def load_model(
         classes=classes,
         parts=parts,
         tools=loaded.tools,
-        fingerprint=print_,
+        fingerprint=weight_hash,
         head=head,
     )
     model.new, model.hollow, model.added_bias, model.slices = tuple(loaded.new), loaded.hollow, biased, slices

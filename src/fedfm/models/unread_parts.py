@@ -47,10 +47,10 @@ def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = F
     if spec.weights == "pretrained":
         found += [*_own_code(path, config), *_of_router(path)]
     if spec.weights == "pretrained" and isinstance(path, Path):
-        _refuse_twice(path)
+        _refuse_doubles(path)
         if quantised_maps.settings(config) is None:
             _refuse_whole_numbers(path)
-        found += [*_other_weights(path), *_adapters(path), *_parts_behind(path, config)]
+        found += [*_other_weights(path), *_adapters(path), *_parts_after_model(path, config)]
     return [f"model.name: {path} {text}" for text in found]
 
 
@@ -97,19 +97,21 @@ def _adapters(path: Path) -> list[str]:
     return [f"has adapters of PEFT in folders inside ({some(places)}), which are not read"] if places else []
 
 
-def _parts_behind(path: Path, config: Any) -> list[str]:
+def _parts_after_model(path: Path, config: Any) -> list[str]:
     try:
         parts = json.loads((path / _PARTS).read_text(encoding="utf-8"))
         kinds = [str(part["type"]).rpartition(".")[2] for part in parts]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    behind = [] if hasattr(config, POOLING) else [kind for kind in kinds if kind != "Transformer"]
-    if not behind:
+    after = [] if hasattr(config, POOLING) else [kind for kind in kinds if kind != "Transformer"]
+    if not after:
         return []
-    return [f"is of sentence-transformers: parts after the model in its {_PARTS} are not read ({some(behind)})"]
+    return [
+        f"is a model of sentence-transformers: the parts after the model in its {_PARTS} are not read ({some(after)})"
+    ]
 
 
-def _refuse_twice(path: Path) -> None:
+def _refuse_doubles(path: Path) -> None:
     """Refuse a tensor that is in two of the files that are read: the order of the files would decide its value."""
     files = sorted(_read_files(path))
     if len(files) < 2:

@@ -38,7 +38,7 @@ class WrappedModel(Model):
     still: Sequence[nn.Module] = ()  # modules that stay in evaluation mode when the module trains
 
     def load(self, w: Params) -> None:
-        """Copy the values, and set buffers back that no message has, since they depend on the rows of a client."""
+        """Copy the values, and reset buffers that no message contains: they depend on a client's rows."""
         super().load(w)
         with torch.no_grad():
             for module, name, buffer, value in self.set_back:
@@ -139,7 +139,7 @@ def wrap(
     if found is not None and not isinstance(found, nn.Linear):
         raise ValueError(f"head: {head!r} is a {type(found).__name__}, expected a Linear")
     spec = ModelSpec(name, task="classification", adaptation=AdaptationSpec("full"))
-    print_ = fingerprint(module.state_dict(), {"model_type": type(module).__name__})
+    weight_hash = fingerprint(module.state_dict(), {"model_type": type(module).__name__})
     parts = Parts(None, (), None, None, head)
     model = WrappedModel(
         module,
@@ -148,13 +148,13 @@ def wrap(
         classes=classes,
         parts=parts,
         tools=Tools(),
-        fingerprint=print_,
+        fingerprint=weight_hash,
         head=found,
     )
     model.still = _still(module)
-    without = {*map(id, model.still)}
-    # Unlike a foundation model, it trains with its own dropout.
-    model.train_too = [m for m in module.modules() if id(m) not in without]
+    excluded = {*map(id, model.still)}
+    # Unlike a foundation model, this module trains with its own dropout.
+    model.train_too = [m for m in module.modules() if id(m) not in excluded]
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
     model.ends = Ends((), head or None)
     return model

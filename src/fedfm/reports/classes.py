@@ -91,7 +91,7 @@ def _from_matrix(names: Sequence[str], cells: list[list[float]], text: str) -> s
     label = f"Confusion matrix of {len(names)} classes, as shares of each true class."
     drawn = figure(lambda w: heat(w, shares, names, label, 1.0))
     counts = [[name, *(count(int(n)) for n in row)] for name, row in zip(names, cells, strict=True)]
-    text = f"Global test rows; a row is a true class, a column the predicted class. {text}"
+    text = f"Global test rows; a row is a true class, a column the predicted class; right: test rows. {text}"
     return (
         note(esc(text))
         + drawn

@@ -232,7 +232,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
         exposure=exposure_of(run_dir / logs.MESSAGES, left_out) if messages else Exposure((), {}, None),
-        missing=(*missing, *_gaps(run_dir, result, max(rounds, default=0), messages)),
+        missing=(*missing, *_gaps(run_dir, result, max(rounds, default=-1), messages)),
     )
 
 

@@ -13,7 +13,7 @@ def table(result: Mapping[str, Any]) -> str:
     """Compare teacher and student on held-out rows, and list each block's polynomials with their measured intervals."""
     again = "measured" in result
     lines = [
-        *(_again(result) if again else _distillation_lines(result)),
+        *(_remeasurement_lines(result) if again else _distillation_lines(result)),
         "",
         f"{'block':<6}{'depth':>5}{'outside':>9}  {'scores':<16}{'row sums':<20}{'variances':<38}{'before GELU':<16}",
     ]
@@ -48,7 +48,7 @@ def _distillation_lines(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _again(result: Mapping[str, Any]) -> list[str]:
+def _remeasurement_lines(result: Mapping[str, Any]) -> list[str]:
     accuracy = f"{'accuracy':<34}{result['accuracy_before'] or 0:>10.4f}{result['accuracy'] or 0:>10.4f}"
     return [
         f"{result['folder']}: measured again on {result['measured']} rows, {result['seconds']:.0f} s",

@@ -1,4 +1,4 @@
-"""Fit one group: one component in closed form; several by k-means, then EM in ``kernel`` or ``full``."""
+"""Fit the mixture of one group of rows: one component in closed form; several by k-means, then EM."""
 
 from __future__ import annotations
 
