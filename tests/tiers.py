@@ -2,13 +2,16 @@
 
 `@pytest.mark.each_value`: of all combinations so many that each value of each parameter occurs. The others repeat what
 these show, and are marked `release`. `@pytest.mark.sample("a", "b")`: those with one of these values; the others are
-marked `proof`.
+marked `proof`. `.ci/run` finds the files of long tests by the marks' names in their text.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 import pytest
+
+LONG = re.compile(r"mark\.(proof|sample|simulation|deployment)")  # as in .ci/run
 
 
 def values(item: pytest.Function) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -44,3 +47,7 @@ def mark(items: Sequence[pytest.Function]) -> None:
         for i, item in enumerate(product):
             if i not in chosen:
                 item.add_marker("release")
+    marks = ("proof", "simulation", "deployment")
+    for path in {item.path for item in items if any(map(item.get_closest_marker, marks))}:
+        if not LONG.search(path.read_text(encoding="utf-8")):
+            raise pytest.UsageError(f"{path}: .ci/run finds long tests by pytest.mark.NAME in their file")

@@ -190,7 +190,7 @@ def test_without_shadow_runs_a_short_block_is_compared_with_short_ones(remembere
 @pytest.mark.proof
 def test_everybodys_lines_in_one_place_are_attacked_as_blocks_of_all(tmp_path):
     local = {"epochs": 20, "learning_rate": 0.05}
-    found = audited(run(tmp_path, method="centralised", local=local))["model_membership"]
+    found = audited(run(tmp_path, method="centralised", local=local), ["model_membership"])["model_membership"]
     assert found.detail["clients"] == 1
     assert found.detail["members"] == 12
     assert found.low > 0.55

@@ -86,6 +86,7 @@ NOISY = {
 @pytest.mark.sample(
     "fedpft", "fedbaf", "fedbip", "fedms", "blindfed", "analytic", "average", "fedavg", "fedavgm", "fedncm", "scaffold"
 )
+@pytest.mark.usefixtures("coarse_accounting")
 @pytest.mark.parametrize("name", METHODS)
 def test_under_client_level_privacy_it_releases_noisy_means_or_is_refused(name, tmp_path):
     tables = experiment_of(name, tmp_path, rounds=2) | {"privacy": CLIENT}
@@ -139,7 +140,11 @@ def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path)
 @pytest.mark.parametrize("name", TRAINED)
 class TestEveryTrainedMethod:
     @pytest.mark.sample("fedavg", "fedbaf", "fedbip", "fedpft", "blindfed", "scaffold")
-    def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path):
+    def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path, monkeypatch):
+        def replace(pool, slot, selector):
+            raise AssertionError("a worker has ended, though nobody killed it")
+
+        monkeypatch.setattr("fedfm.engines.local.worker_pool.Pool._replace", replace)
         results = []
         for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
             tables = experiment_of(name, tmp_path, rounds=2, run=run)
@@ -167,7 +172,8 @@ class TestEveryTrainedMethod:
 
     @pytest.mark.sample("blindfed", "fedbaf", "fedbip", "fedms", "fedpft", "flora", "scaffold")
     def test_learns(self, name, tmp_path):
-        tables = experiment_of(name, tmp_path, rounds=10, fraction=1.0, **LEARNS.get(name, {}))
+        run = {"evaluate_every": 0}  # at the end alone
+        tables = experiment_of(name, tmp_path, rounds=10, run=run, fraction=1.0, **LEARNS.get(name, {}))
         result = fedfm.run(tables, tmp_path / "run")
         start = fedfm.run(experiment_of("zero_shot", tmp_path, like=name), tmp_path / "start")
         assert result["accuracy"] > start["accuracy"] + 0.15

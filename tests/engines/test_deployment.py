@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedfm.cli import main
 from fedfm.engines.flower import loopback, loopback_keys
 from fedfm.sites.kits import free_ports
 from processes import ENV, begin, experiment, fedfm, here, mentioning, rounds, same, until
@@ -157,15 +158,14 @@ def test_a_stop_ends_every_process(tmp_path):
     assert not mentioning(tmp_path)
 
 
-def test_a_failed_start_says_why(tmp_path):
+def test_a_failed_start_says_why(tmp_path, capsys):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 1', run='superlink = "127.0.0.1:9"')
-    assert "root_certificates" in fedfm("run", exp, "--engine", "deployment", "--out", tmp_path / "a", code=2)["stderr"]
+    command = ["run", str(exp), "--engine", "deployment", "--out"]
+    assert main([*command, str(tmp_path / "a")]) == 2
+    assert "root_certificates" in capsys.readouterr().err
     loopback_keys.write_certificates(tmp_path)
-    told = fedfm(
-        *("run", exp, "--engine", "deployment", "--out", tmp_path / "b"),
-        *("--set", f"run.root_certificates={tmp_path / 'ca.crt'}"),
-        code=1,
-    )["stderr"]
+    assert main([*command, str(tmp_path / "b"), "--set", f"run.root_certificates={tmp_path / 'ca.crt'}"]) == 1
+    told = capsys.readouterr().err
     assert "cannot be reached" in told
     assert "Traceback" not in told
 

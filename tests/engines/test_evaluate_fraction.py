@@ -10,8 +10,7 @@ import fedfm
 from carried import Carried, waiting
 from fedfm.config.experiment import Experiment
 from fedfm.reports import html
-from processes import fedfm as command
-from processes import same
+from processes import on_engine, same
 from small import experiment
 
 SILOS = ("east", "middle", "north", "south", "west")
@@ -41,7 +40,7 @@ def test_every_engine_scores_the_same_share_with_the_same_bits_and_says_so(tmp_p
         tables = carried.tables(**FEW)
         del tables["run"]["workers"]
         (tmp_path / "exp.toml").write_text(Experiment.from_dict(tables).to_toml())
-        result = command("run", tmp_path / "exp.toml", "--out", out, "--engine", engine)
+        result = on_engine(engine, "run", tmp_path / "exp.toml", "--out", out, "--engine", engine)
     same(result, local)
     assert result["engine"] == engine
     assert result["details"]["evaluated"] == local["details"]["evaluated"] == {"fraction": 0.4, "clients": 2, "of": 5}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from processes import fedfm, here, same
+from processes import here, on_engine, same
 from tiny_clip import pictures, save
 
 TOML = """
@@ -40,7 +40,7 @@ def test_both_stages_give_the_same_bits_and_bytes_as_local(tmp_path, engine):
     pictures(tmp_path / "rows.npz")
     exp = tmp_path / "exp.toml"
     exp.write_text(TOML.format(place=tmp_path))
-    found = fedfm("run", exp, "--out", tmp_path / "there", "--engine", engine)
+    found = on_engine(engine, "run", exp, "--out", tmp_path / "there", "--engine", engine)
     local = here("run", exp, "--out", tmp_path / "local")
     same(found, local)
     of = [json.loads((tmp_path / out / "manifest.json").read_text())["result"] for out in ("there", "local")]

@@ -45,7 +45,7 @@ def test_the_head_is_made_of_what_clients_without_a_model_sent(locally, monkeypa
 def test_the_same_bits_with_workers_and_over_the_wire(locally, tmp_path):
     exp, result = locally
     for i, setting in enumerate(("run.workers=2", "run.wire=true")):
-        same(fedfm("run", exp, "--out", tmp_path / str(i), "--set", setting), result)
+        same(here("run", exp, "--out", tmp_path / str(i), "--set", setting), result)
 
 
 @pytest.mark.release
@@ -57,7 +57,7 @@ def test_in_a_simulation(locally, tmp_path):
 @pytest.mark.deployment
 def test_deployed(locally, tmp_path):
     exp, result = locally
-    same(fedfm("run", exp, "--out", tmp_path / "run", "--engine", "deployment"), result)
+    same(here("run", exp, "--out", tmp_path / "run", "--engine", "deployment"), result)
     told = [p.read_text() for p in (tmp_path / "run" / "private" / "deployment").rglob("site.json")]
     assert told
     for text in told:

@@ -4,7 +4,7 @@ import pytest
 
 from fedfm.audits.replay import replay
 from fedfm.runtime.run_directory import Run
-from processes import experiment, fedfm, here
+from processes import experiment, fedfm, here, on_engine
 
 PRIVACY = """[privacy]
 unit = "client"
@@ -17,7 +17,7 @@ delta = 1e-5
 @pytest.mark.deployment
 def test_an_audit_repeats_the_run_on_the_local_engine(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
-    result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", "deployment")
+    result = here("run", exp, "--out", tmp_path / "run", "--engine", "deployment")
     attacks = ("--attack", "update_membership", "--attack", "canaries")
     found = {f["name"]: f for f in here("audit", tmp_path / "run", *attacks)["findings"]}  # it refuses other bits
     assert set(found) == {"update_membership", "canaries"}
@@ -59,7 +59,7 @@ clip_norm = 1.0
 def test_dp_sgd_has_the_bits_and_the_epsilon_of_the_local_engine(engine, tmp_path):
     method = 'name = "fedavg"\nrounds = 2\nlocal = { batch_size = 32 }'
     exp = experiment(tmp_path, method=method, adaptation='{ name = "lora", rank = 2 }', run=RECORDS)
-    result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
+    result = on_engine(engine, "run", exp, "--out", tmp_path / "run", "--engine", engine)
     local = here("run", exp, "--out", tmp_path / "local")
     assert result["engine"] == engine
     assert 0 < result["epsilon"] <= 8

@@ -10,7 +10,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.runtime import file_integrity
 from fedfm.runtime.run_directory import Run
-from processes import experiment, fedfm, here, same
+from processes import experiment, here, on_engine, same
 
 
 def prepared(exp: Path, out: Path, engine: str) -> Path:
@@ -37,7 +37,7 @@ def test_same_bits_as_local_and_no_client_is_told(tmp_path, engine):
     exp = experiment(tmp_path, method=method, adaptation='{ name = "full" }')
     exp.write_text(exp.read_text().replace('name = "nano-vit"\n', 'name = "nano-vit"\nweights = "random"\n'))
     alone = here("resume", prepared(exp, tmp_path / "local", "local"))
-    same(fedfm("resume", prepared(exp, tmp_path / engine, engine)), alone)
+    same(on_engine(engine, "resume", prepared(exp, tmp_path / engine, engine)), alone)
     folder = tmp_path / engine
     told = [p for p in (folder / "private").rglob("*") if p.is_file() and secret.name.encode() in p.read_bytes()]
     assert told == []

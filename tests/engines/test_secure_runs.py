@@ -180,5 +180,5 @@ def test_the_same_bits_under_flowers_simulation(tmp_path):
 @pytest.mark.deployment
 def test_the_same_bits_on_a_superlink(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
-    deployed = fedfm("run", exp, "--out", tmp_path / "deployed", "--engine", "deployment")
+    deployed = here("run", exp, "--out", tmp_path / "deployed", "--engine", "deployment")
     same(deployed, here("run", exp, "--out", tmp_path / "local"))

@@ -35,6 +35,7 @@ from fedfm.runtime.evaluation import SCORE_HANDLER
 from fedfm.runtime.judge import judge
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
+from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
@@ -60,8 +61,9 @@ class Judges(Silos):
         model = self.population.client_model
         if model is None:
             raise RunError("the clients of this method have no model that predicts")
-        model.load(requests[0].payload["w"])
-        return [model.predict(self.population.piece(request.client)) for request in requests]  # type: ignore[attr-defined]
+        w, piece = requests[0].payload["w"], self.population.piece  # type: ignore[attr-defined]
+        # As the server computes them: a client optimiser may have parameters that the model alone does not take.
+        return [logits(self.method, model, w, piece(request.client)) for request in requests]
 
 
 class LocalLink:
