@@ -100,7 +100,7 @@ def test_show_says_what_a_name_is_that_has_no_keys_of_its_own():
         with pytest.raises(InputError, match=f'"{name}" is one of the {kind}'):
             catalogue.show(name)
     with pytest.raises(InputError, match='did you mean "regression"'):
-        catalogue.show("regresion")
+        catalogue.show("regressio")
 
 
 def test_a_port_that_watch_cannot_have_is_refused_in_words(tmp_path):

@@ -41,6 +41,19 @@ def _pointwise() -> Any | None:
     return op if good else None
 
 
+@functools.cache
+def _pointwise_bfloat16() -> Any | None:
+    """The same for bfloat16; None if the processor lacks the instructions, such as one with AVX2 and without AVX-512."""
+    if (op := _pointwise()) is None:
+        return None
+    try:
+        x, weight = torch.ones(_FEW_ROWS, 2).bfloat16(), torch.ones(3, 2).bfloat16()
+        op(x, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return None
+    return op
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product x W^T + b: (n, in), (out, in), (out,) -> (n, out)."""
     op = _pointwise() if x.shape[0] >= _FEW_ROWS else None
@@ -83,7 +96,7 @@ class Linear:
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tensor:
         if not self.low:
             return product(x, weight, bias)
-        op = _pointwise() if x.shape[0] >= _FEW_ROWS else None
+        op = _pointwise_bfloat16() if x.shape[0] >= _FEW_ROWS else None
         if op is None:
             y: Tensor = F.linear(x.bfloat16(), weight, bias)
         else:
