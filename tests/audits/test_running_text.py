@@ -28,6 +28,7 @@ LENGTH = 40  # tokens of a block: places of the model
 @pytest.fixture(autouse=True)
 def _few_shadows(monkeypatch):
     monkeypatch.setattr("fedfm.audits.shadow_runs.MOST", 8)
+    monkeypatch.setattr("fedfm.audits.text_canaries.CANARIES", 9)  # what they find is shown in test_text_memory.py
 
 
 def lines(path, seed=0, n=80, instructions=False, train=WORDS, test=WORDS):

@@ -25,6 +25,9 @@ queue = 1
 threshold = 1.0
 gate = "all"
 local = {{ learning_rate = 0.01, batch_size = 16 }}
+
+[run]
+evaluate_every = 0
 """
 
 
