@@ -43,11 +43,13 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) ->
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg",
             key="privacy.mechanism",
         )
-    if vars(method).get("weighting") == "tokens":
+    for where, m in (("method", method), *(("method.base", m) for m in nested_methods(method))):
+        if vars(m).get("weighting") != "tokens":
+            continue
         faults.say(
-            f'method.weighting = "tokens": {_WHERE} the number of tokens depends on every row, and no noise covers it; '
-            'expected "size" or "uniform"',
-            key="method.weighting",
+            f'{where}.weighting = "tokens": {_WHERE} the number of tokens depends on every row, and no noise covers '
+            'it; expected "size" or "uniform"',
+            key=f"{where}.weighting",
         )
     faults.refuse()
     local, *more = dict.fromkeys(locals_of(method))

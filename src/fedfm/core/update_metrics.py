@@ -11,11 +11,14 @@ from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
 MOST = 100  # largest number of metrics of one update
 LONGEST = 100  # characters of a name
+_ROUNDING = 1e-6  # of means of metrics, which hidden sums round
 
 BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # scores of the client's trained model
 JUDGED = "judged_before_aggregation"  # 1 from a client with these two scores; its mean is the share of such clients
 SENT = "sent/"  # prefix of scores of the model that the client received, as in "sent/test/accuracy"
 PASSES = "passes_beside"  # number of forward passes over the client's rows, not counting the optimiser's
+# Largest values of metrics that no rows exceed; the smallest is 0. The result states them as measured.
+_LARGEST = {BEFORE: 1.0, JUDGED: 1.0, PASSES: 1000.0}
 
 # Keys that the server writes into a line of metrics.jsonl or into the result. No client may send one of these names,
 # nor the name of a score of the run's task (check_figures). A client's "loss" is written there as "train_loss".
@@ -34,13 +37,16 @@ SERVERS = frozenset({
 
 
 def check(metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that are too many or have a wrong name.
+    """Refuse metrics that are too many, have a wrong name, or a value that no rows have.
 
     Raises:
-        ClientFault: E_SIZE, too many metrics or a long name; E_FIELD, a name reserved for the server.
+        ClientFault: E_SIZE, too many metrics or a long name; E_FIELD, a name reserved for the server, or such a value.
     """
     if len(metrics) > MOST:
         raise ClientFault(E_SIZE, f"{len(metrics)} metrics: expected at most {MOST}")
+    for name, most in _LARGEST.items():
+        if name in metrics and not -_ROUNDING <= metrics[name] <= most + _ROUNDING:
+            raise ClientFault(E_FIELD, f"metrics: {name} is {metrics[name]}, expected a number in [0, {most:g}]")
     for name in metrics:
         _refuse(name, SERVERS)
         if isinstance(name, str) and len(name) > LONGEST:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
+from fedfm.errors import E_TENSORS, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import body_and_head
@@ -58,6 +58,9 @@ class FedPer(KeepingFedAvg):
 
     @on_client(varying=("begin",))
     def train(self, client: Client, W_B: Params, begin: Params) -> Update:  # type: ignore[override]
+        body, head = body_and_head(client.model)
+        if {*W_B} != {*body} or not {*begin} <= {*head}:  # with other names the head, or a part of it, would be sent
+            raise ClientFault(E_TENSORS, "W_B: expected the tensors of the body, and in begin those of the head")
         W_P = client.memory.get("theta", begin)
         start = Params({name: (W_B if name in W_B else W_P)[name] for name in client.model.names})
         theta = self.update(client, start)

@@ -7,9 +7,8 @@ message before this call, and encodes the result after it.
 from __future__ import annotations
 
 import functools
-import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
 from fedfm.models.model import Model
 from fedfm.privacy.exposure import EXPOSES, WORDS
+from fedfm.runtime.client_halves import handlers, kinds
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores, seen_by
@@ -122,7 +122,7 @@ class Silos:
         self._scores_sent, self._scored = scores_sent, dict[ClientId, int]()
         self._own, self.blanks = dict(own or {}), dict[ClientId, str]()
         parts = (method, Evaluation(method), *aggregator.parts)
-        self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
+        self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in kinds(fn)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
 
     @property
@@ -374,27 +374,7 @@ class Silos:
         return min(max(t - 1, 0), total) / total, min(t, total) / total
 
 
-def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the kinds of message that a client half answers, from its decorator or else from its method's lists."""
-    of: Any = fn.__self__  # type: ignore[attr-defined]
-    if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
-        return (fn.kind or "query",)  # type: ignore[attr-defined]
-    if not of.means and not of.asks:
-        return "train", "query"
-    return tuple(kind for kind, declared in (("train", of.means), ("query", of.asks)) if fn.__name__ in declared)
-
-
 def _versions(payload: Mapping[str, Any]) -> int:
     """Return a number that grows whenever a tensor of the payload is written to."""
     params = (value for value in payload.values() if isinstance(value, Params))
     return sum(flat._version for value in params for flat in value.flats.values())
-
-
-def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the ``@on_client`` functions of ``parts``, and of the methods in the parts' fields."""
-    for part in parts:
-        for name in dir(type(part)):
-            if getattr(inspect.getattr_static(type(part), name, None), "on_client", False):
-                yield getattr(part, name)
-        if isinstance(part, Method):
-            yield from handlers(*(v for v in vars(part).values() if isinstance(v, Method)))

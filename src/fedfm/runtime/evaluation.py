@@ -24,7 +24,7 @@ from fedfm.models import metrics
 from fedfm.runtime.judge import CLASS_COUNTS, CONFUSION
 from fedfm.runtime.predictions import PARTS, check_own, keeps_parts, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.who_scores import judged_by_clients, why_unasked
+from fedfm.runtime.who_scores import judged_by_clients, may_reveal, why_unasked
 
 if TYPE_CHECKING:
     from fedfm.models.model_task import ModelTask
@@ -149,12 +149,12 @@ class Evaluator:
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
         """Return the final models with the parts that only clients keep; a client that refuses is absent.
 
-        Under [privacy] no client is asked for its parts: the server may see only sums, or releases in the ledger.
+        No client is asked for its parts if the server may see only sums, or releases in the ledger.
         """
         models = self.models(state)
         if not keeps_parts(self._method):
             return {} if self._method.traits.figures_only else models
-        if self._run.experiment.privacy is not None:
+        if not may_reveal(self._run.experiment):
             return {}
         if self._revealed is None or self._revealed[0] is not state:
             check = partial(check_own, self._method, model=self._fed.model)

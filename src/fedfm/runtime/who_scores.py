@@ -32,6 +32,15 @@ def why_unasked(experiment: Experiment) -> str:
     return ""
 
 
+def may_reveal(experiment: Experiment) -> bool:
+    """Whether the server may ask clients for the parts of their models that they keep.
+
+    It may not where it may see only sums, or releases in the ledger: a client's own model, less the one that it
+    received, can be its update.
+    """
+    return experiment.privacy is None and experiment.aggregation.transport.form == "plain"
+
+
 def judged_by_clients(experiment: Experiment) -> bool:
     """Whether the clients score the single model of all clients, because the server cannot read test rows."""
     return experiment.method.traits.clients_judge
@@ -56,7 +65,7 @@ def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int |
             )
             return [f"this run ends without an accuracy or a loss: there are no test rows; {source}"]
         return []
-    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # so no client's model is at the server
+    hidden = keeps_parts(experiment.method) and not may_reveal(experiment)  # so no client's model is at the server
     if server_rows and not hidden and not judged_by_clients(experiment):
         there = f"{GLOBAL_ACCURACY} scores the clients' models on the server's test rows"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.fields import toml_value
 from fedfm.errors import Faults, quote_names
+from fedfm.models.locate import BUILT_IN
 from fedfm.privacy.policy import TOLERANCE
 from fedfm.runtime.site_policy import method_names, methods_of
 from fedfm.sites.ledger import delta_of
@@ -32,18 +34,26 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     for key in ("test_fraction", "val_fraction"):
         if not (share := getattr(experiment.data, key)) <= _MOST:
             faults.say(f"data.{key} = {share}: a silo allows at most {_MOST} of its rows", key=f"data.{key}")
+    names = method_names(experiment)
+    words = silo.policy.of(*names)
     for method in methods_of(experiment):  # whatever run.engine says: it is the server's word
         if method.needs.local or method.needs.pooled:
             what = method.needs.local or "the method pools all rows"
             faults.say(f"{what}: that is for parties in one place, and a silo's rows stay its own", key="method.name")
-    names = method_names(experiment)
+        for f in fields(method):
+            key, value = f"method.{f.name}", getattr(method, f.name)
+            if f.metadata.get("client_model") and value and value not in (*BUILT_IN, *silo.models):
+                text = f'{key} = "{value}": this silo\'s file does not list this model under this name; models lists '
+                faults.say(text + (quote_names(silo.models) or "none"), key=key)
+            if f.metadata.get("scores") and value and "scores" not in words:
+                faults.say(f'{key}: it discloses the silo\'s accuracy, and "scores" is not in allow', key=key)
     listed = silo.allow_methods
     for name in names:
         if listed is not None and name not in listed:
             text = f'method.name = "{name}": allow_methods is {quote_names(listed)}'
             within = "" if name == names[0] else f", and {names[0]} contains this method"
             faults.say(text + within, key="method.name")
-    if experiment.run.local_scores and "scores" not in silo.policy.of(*names):
+    if experiment.run.local_scores and "scores" not in words:
         text = 'run.local_scores: it discloses the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)

@@ -47,7 +47,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
 from fedfm.runtime.predictions import keeps_parts
 from fedfm.runtime.site_policy import Question, SitePolicy, method_names, session
-from fedfm.runtime.who_scores import why_unasked
+from fedfm.runtime.who_scores import may_reveal, why_unasked
 from fedfm.version import __version__
 
 _MISFIT = "the silo does not take part in this experiment; its log says why"
@@ -147,7 +147,7 @@ class ClientHost:
         Such a promise is a part of a method's or of [privacy]'s guarantee, so no server may break it.
         """
         allowed = WORDS if self._own is None else self._own.policy.of(*method_names(self.experiment))
-        unused = {"scores": bool(why_unasked(self.experiment)), "reveal": self.experiment.privacy is not None}
+        unused = {"scores": bool(why_unasked(self.experiment)), "reveal": not may_reveal(self.experiment)}
         return [word for word in allowed if not unused.get(word)]
 
     def warm(self, shared: ClientHost | None = None) -> None:

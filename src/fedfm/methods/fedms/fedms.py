@@ -14,6 +14,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
+from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedms.activation import next_k, split, with_rows
@@ -76,6 +77,18 @@ class Activity:
     backward: float
 
 
+def check_activity(told: Activity, deepest: int) -> None:
+    """Refuse a report that no client of a model with encoders of ``deepest`` layers can give.
+
+    Raises:
+        ClientFault: E_FIELD.
+    """
+    if not 1 <= told.k <= deepest or told.rows < 0 or told.backward < 0:
+        raise ClientFault(
+            E_FIELD, f"{told.k} of {deepest} layers, {told.rows} rows, {told.backward} s: no client has it"
+        )
+
+
 @dataclass(frozen=True)
 class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     """A federated gate mixes a global and a local LoRA expert of a CLIP-like model.
@@ -115,6 +128,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     gate_backbone: str = setting(
         "",
         "an image classifier, by name or folder, whose frozen features the gate reads instead of the global expert's",
+        metadata={"client_model": True},
     )
     gate_weights: str = setting(
         "loss",
@@ -162,7 +176,9 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         start = each({i: NOTHING if i in s.has else experts for i in cohort})
         Z = Z_g + fed.mean(self.adapt, of=cohort, like=Z_g.layout, Z_g=Z_g, start=start)  # equation 7
         out = {e.client for e in fed.excluded if e.round == t}
-        activities: dict[ClientId, Activity] = fed.ask(self.activity, of=[i for i in cohort if i not in out], least=0)
+        check = partial(check_activity, deepest=max(map(len, need(fed.model).parts.encoders)))
+        asked = [i for i in cohort if i not in out]
+        activities: dict[ClientId, Activity] = fed.ask(self.activity, of=asked, least=0, check=check)
         for i in sorted(activities.keys() & s.k.keys() - s.has.keys()):
             fed.notice(f"{i} has lost its local expert: it starts again from the global one")
         fed.metrics |= self.effort(need(fed.model), s, list(activities.values()))

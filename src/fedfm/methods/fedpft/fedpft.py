@@ -124,7 +124,7 @@ class FedPFT(ChecksUpdates, Predictor, Private, Method[State]):
         0.1, "smoothing of features in the bound, in units of their standard deviation", gt=0, finite=True
     )
     pooled: bool = setting(False, "under [privacy], noise is added once, to the sum over all clients")
-    verify: bool = setting(False, "clients count the head's errors in a second message")
+    verify: bool = setting(False, "clients count the head's errors in a second message", metadata={"scores": True})
     head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
     # --- client half --------------------------------------------------------------------------------------------------
