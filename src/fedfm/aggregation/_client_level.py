@@ -257,8 +257,7 @@ class CentralGaussian(Mechanism):
             if tensor.is_floating_point() and tensor.numel() and torch.equal(tensor, now[name]):
                 raise RunError(
                     f"round {fed.round}: {name} did not change, not even by the noise: the method does not use the "
-                    f"mean "
-                    "for it, or its dtype is too coarse for the noise"
+                    "mean for it, or its dtype is too coarse for the noise"
                 )
 
     # --- accounting

@@ -316,8 +316,7 @@ class SecAgg(Transport):
             share = f"{off / size:.1g} of it" if size else "all of it"
             fed.notice(
                 f"secure aggregation: aggregation.compact rounds the sum by {share}; a smaller aggregation.bound "
-                f"rounds "
-                "less, and without compact no bound needs to be set"
+                "rounds less, and without compact no bound needs to be set"
             )
 
     def _agree(self, fed: Federation) -> Session:

@@ -26,10 +26,8 @@ QUESTION = "Do a client's updates of the head disclose the features of single ro
 BY_CHANCE = VerdictRule(("low > bound",), ("estimate <= bound",))
 NO_BIAS = (
     "clients train a head without a bias. A row with features x changes the weights of class c by (y_c - p_c) x and "
-    "the "
-    "bias by y_c - p_c, and their quotient is x. Without the bias, x is known only up to an unknown factor, and if "
-    "there "
-    "are several rows, any mixture of their features explains the change as well"
+    "the bias by y_c - p_c, and their quotient is x. Without the bias, x is known only up to an unknown factor, and if "
+    "there are several rows, any mixture of their features explains the change as well"
 )
 
 

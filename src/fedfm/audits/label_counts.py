@@ -78,9 +78,8 @@ class Shares(Watch):
         self.public = np.bincount(labels, minlength=len(model.classes)) / len(labels)
         if self.tried < LEAST:
             self.why = (
-                f"the attack repeats a client's local training at least {LEAST} times for each of "
-                f"{clients} clients that trained, and one training takes about {one:.2g} s, so all take more than "
-                f"{BUDGET:.0f} s"
+                f"the attack repeats a client's local training at least {LEAST} times for each of {clients} clients "
+                f"that trained, and one training takes about {one:.2g} s, so all take more than {BUDGET:.0f} s"
             )
             return
         before, attacker = model.params(), _Attacker(self._run, population, population.rows(own), labels, names)
@@ -191,9 +190,8 @@ def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: 
     says = (
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
         f"shares that are {mean:.3f} {interval(low, high)} from the true ones (total variation, mean of "
-        f"{plural(len(error), 'client')}); the guess that a client has "
-        f"the shares of the test rows errs by {baseline:.3f}. In {100 * present:.0f} % of cases the "
-        f"estimate tells correctly whether a client has a class."
+        f"{plural(len(error), 'client')}); the guess that a client has the shares of the test rows errs by "
+        f"{baseline:.3f}. In {100 * present:.0f} % of cases the estimate tells correctly whether a client has a class."
     )
     detail = {"guess": baseline, "clients": len(error), "present": present}
     return Finding("label_counts", QUESTION, mean, low, high, baseline, BELOW, says, False, detail)

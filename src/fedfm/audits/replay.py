@@ -173,8 +173,7 @@ def replay(
             )
         raise RunError(
             f"{run.path}: the replay ends with other parameters than the result states; audit the run on its machine "
-            f"and "
-            f"with the versions in its manifest: {run.manifest['versions']}"
+            f"and with the versions in its manifest: {run.manifest['versions']}"
         )
     return Replay(run, population, tuple(replies), watched, given)
 

@@ -170,8 +170,7 @@ def check_scale(processor: Any, name: str) -> tuple[str, ...]:
         return (
             f"model.name: the image processor of {name} maps black to 0 and white to {white:.3g}, which is another "
             f"scale than that of most models: rescale_factor = {said['rescale_factor']:.3g} of its "
-            "preprocessor_config.json "
-            "is usually 1 / 255",
+            "preprocessor_config.json is usually 1 / 255",
         )
     if not said.get("do_normalize") or said.get("image_mean") is None or said.get("image_std") is None:
         return ()

@@ -167,8 +167,7 @@ class PrivateSteps:
         if self._client.write_once(f"{MEMORY}-released-{self._place}", released) != released:
             raise RowsChanged(
                 f"DP-SGD: round {self._client.round} was trained before, and its repetition did not give the same "
-                "bits, perhaps on another processor or a GPU; a second answer would spend privacy that is not "
-                "accounted"
+                "bits, perhaps on another processor or a GPU; a second answer would spend privacy that is not accounted"
             )
 
 

@@ -24,9 +24,8 @@ FEW = 5  # largest number of layers, and of rounds, that have a map of their own
 MOST_WORDS = 12  # largest number of clients in the text for the terminal
 REVEALS = (
     "The map shows which clients are alike, so the data of one client disclose something about the data of its "
-    "neighbours. "
-    "fedfm audit measures this on this run. The server "
-    "computes the map and sends it to no client; share it only with readers whom all clients trust."
+    "neighbours. fedfm audit measures this on this run. The server computes the map and sends it to no client; share "
+    "it only with readers whom all clients trust."
 )
 
 

@@ -91,8 +91,7 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
             if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
                 raise InputError(
                     f"{path} is missing: it is the key for the fingerprint of the data. Without it nobody can check "
-                    f"whether "
-                    "these are the data with which this run began; put the file back"
+                    "whether these are the data with which this run began; put the file back"
                 )
             began.pop("data", None)  # the run continues without the key, and the manifest records that
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()

@@ -30,9 +30,8 @@ def _wide_column(table: Table) -> list[str]:
         return []
     more = f" (one of {len(wide)} columns of that size)" if len(wide) > 1 else ""
     return [
-        f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}{more}, the median column up "
-        f"to {usual:.3g}; the largest values alone determine the steps of training; use other units, or set "
-        f"data.scale"
+        f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}{more}, the median column up to "
+        f"{usual:.3g}; the largest values alone determine the steps of training; use other units, or set data.scale"
     ]
 
 

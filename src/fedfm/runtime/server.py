@@ -191,8 +191,7 @@ class Server:
         found = type(state).__name__
         raise RunError(
             f"{type(self.method).__name__}.{half} returns a {found}, but a checkpoint would be read as "
-            f"{kind.__name__}: "
-            f"derive the class from Method[{found}], or set its state_type"
+            f"{kind.__name__}: derive the class from Method[{found}], or set its state_type"
         )
 
     def _lean(self, state: Any) -> Any:

@@ -25,9 +25,8 @@ _UNDER_PRIVACY = (
 )
 _WITH_EPSILON = (
     "All other files are made of what the clients released, the experiment and the test rows: the ledger bounds what "
-    "they reveal about a training row. It covers neither the test rows, on which accuracies are computed, nor "
-    "the names of clients and classes, how long a round took, which client took part or failed, and the verdicts of "
-    "audits."
+    "they reveal about a training row. It covers neither the test rows, on which accuracies are computed, nor the "
+    "names of clients and classes, how long a round took, which client took part or failed, and the verdicts of audits."
 )
 _WITHOUT_EPSILON = (
     "All other files are made of what the clients released, the experiment and the test rows. No epsilon bounds what "

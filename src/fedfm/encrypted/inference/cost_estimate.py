@@ -135,8 +135,7 @@ def plan(
     if spent > MOST:
         raise InputError(
             f"{max(batches)} batches of one client would bring the masks' statistical distance to "
-            f"2^{math.log2(spent):.1f}, "
-            f"above 2^{math.log2(MOST):.0f}; encrypt fewer rows"
+            f"2^{math.log2(spent):.1f}, above 2^{math.log2(MOST):.0f}; encrypt fewer rows"
         )
     out, again = (-(-d // 2), d * (len(counts) - 1)) if permuted else (kind.ciphertexts, 0)
     sizes = refreshed * (full + 2 * low) + len(counts) * out * one + folded.embedding.shape[1] * rows_bytes

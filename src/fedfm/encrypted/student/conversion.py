@@ -119,8 +119,7 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
         raise InputError(
             f"model.name: a block of type {model_type!r} has {len(attentions)} attentions, {len(norms)} LayerNorms and "
             f"{len(gelus)} GELUs{', and is causal' if causal else ''}; polynomials can replace only one softmax over "
-            f"all "
-            "tokens, two LayerNorms and one GELU"
+            "all tokens, two LayerNorms and one GELU"
         )
     attentions[0].softmax = PolynomialSoftmax(attentions[0].num_attention_heads)
     for parent, name, norm in norms:

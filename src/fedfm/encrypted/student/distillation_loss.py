@@ -120,8 +120,7 @@ class Recipe:
         if self.degree % 2:
             raise InputError(
                 f"distil.degree = {self.degree}: expected an even number, since a Taylor polynomial of exp with odd "
-                f"degree is negative "
-                "somewhere"
+                "degree is negative somewhere"
             )
 
 

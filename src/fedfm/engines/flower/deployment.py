@@ -285,8 +285,7 @@ class _Watch:
         if not gone and not self._served and self._fleet is None:
             return (
                 f"the run ended ({details}) but the ServerApp has not written {self._run.path}; the ServerApp must "
-                f"share this "
-                "folder with the machine that submitted the run, and have this version of fedfm installed"
+                "share this folder with the machine that submitted the run, and have this version of fedfm installed"
             )
         return f"the ServerApp's process ended before the run did ({details or 'killed'})"
 

@@ -18,8 +18,7 @@ from fedfm.errors import E_CLIENT, ClientFault
 
 NAMELESS = (
     "some nodes' keys are registered without a name; such a node can use any name, and gets a hello before round 1 "
-    "although no round may ask it; register them with a name: "
-    "flwr supernode register KEY SUPERLINK --name NAME"
+    "although no round may ask it; register them with a name: flwr supernode register KEY SUPERLINK --name NAME"
 )
 _MOST = 80  # longest name in a message, in characters
 

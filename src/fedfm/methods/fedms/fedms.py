@@ -167,9 +167,8 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
             return dataclasses.replace(s, W_g=s.W_g + fed.mean(self.train, of=cohort, w=s.W_g))  # equation 1
         if t == self.global_rounds + 1 and self.queue >= self.local_rounds - 1:
             fed.notice(
-                f"method.queue = {self.queue}: local_rounds = {self.local_rounds} are too few to fill the queue; "
-                f"every client "
-                "trains its top layer only"
+                f"method.queue = {self.queue}: local_rounds = {self.local_rounds} are too few to fill the queue; every "
+                "client trains its top layer only"
             )
         Z_g = self.gating.travelling(s.Z_g)
         experts = Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g})

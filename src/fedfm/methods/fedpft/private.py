@@ -167,8 +167,7 @@ def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[st
     if fed.store.setdefault("fedpft", sums) != sums:
         raise RunError(
             "the federation has already released sums of other clients: a second release would spend privacy that is "
-            "not accounted; start a "
-            "new run"
+            "not accounted; start a new run"
         )
     cells = federation_sum(mean["sums"].numpy(), clients, plan, dim, fed.secret("noise"), f"sum {fed.round}")
     normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}

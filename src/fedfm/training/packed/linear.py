@@ -43,7 +43,7 @@ def _pointwise() -> Any | None:
 
 @functools.cache
 def _pointwise_bfloat16() -> Any | None:
-    """The same for bfloat16; None if the processor lacks the instructions, such as one with AVX2 and without AVX-512."""
+    """The same for bfloat16; None if the processor lacks the instructions, such as one without AVX-512."""
     if (op := _pointwise()) is None:
         return None
     try:
