@@ -1,4 +1,4 @@
-"""What reads without an error and is hardly what was meant: pictures that lost their end, numbers for missing values,
+"""What reads without an error and looks like a mistake: pictures that lost their end, numbers for missing values,
 labels among the features, texts that are none; and that good data say nothing.
 """
 
