@@ -76,7 +76,8 @@ WIRE = {  # system -> what goes up, what comes down: row and words of docs/refer
     "FedMS": (
         [
             ("fedms", "stage one: as fedavg"),
-            ("fedms", "stage two: each client's change of the gate adapter, its weight"),
+            ("fedms", "stage two: each client's change of the gate adapter"),
+            ("fedms", "the losses of gate and expert, the gate's mean share, its weight"),
             ("fedms", "how many of its layers are active, how many rows decide that"),
             ("fedms", "the seconds of its backward passes"),
             ("fedper, fedrep", "after the last round each client's own model, unless its silo refuses `reveal`"),

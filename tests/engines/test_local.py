@@ -15,6 +15,7 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Request
+from fedfm.core.method import Method
 from fedfm.engines.interruption import Interrupted
 from fedfm.engines.local.engine import LocalLink, processes
 from fedfm.engines.local.worker_pool import Pool
@@ -526,20 +527,45 @@ def test_a_silos_policy_refuses_what_it_does_not_allow(tmp_path):
     assert fed.excluded[0].reason == "FedAvg_train answers train, not query"
 
 
+def verbs_of(method, folder):
+    """The kinds of message that a method's client half ``train`` answers."""
+    silos = Silos(method, Aggregator(), toys := Toys({"a": [0.0]}), memory=folder)
+    answered = set()
+    for kind in ("train", "query", "scores", "reveal", "aggregate", ""):
+        name = f"{kind}.{type(method).__name__}_train"
+        (value,) = silos.answer([Request("a", name, {"w": toys.model.params()}, 1, 1)])
+        answered |= set() if isinstance(value, ClientFault) else {kind}
+        assert not isinstance(value, ClientFault) or value.code == "E_REFUSED"
+    return answered
+
+
 @pytest.mark.parametrize(("means", "asks"), [(("train",), ()), ((), ("train",)), (("train",), ("train",)), ((), ())])
 def test_a_client_half_answers_as_its_method_declares_it(means, asks, tmp_path):
     class Declared(FedAvg):
         pass
 
     Declared.means, Declared.asks = means, asks
-    silos = Silos(Declared(), Aggregator(), toys := Toys({"a": [0.0]}), memory=tmp_path)
-    answered = set()
-    for kind in ("train", "query", "scores", "reveal", "aggregate", ""):
-        (value,) = silos.answer([Request("a", f"{kind}.Declared_train", {"w": toys.model.params()}, 1, 1)])
-        answered |= set() if isinstance(value, ClientFault) else {kind}
-        assert not isinstance(value, ClientFault) or value.code == "E_REFUSED"
-    expected = {kind for kind, declared in (("train", means), ("query", asks)) if declared}
-    assert answered == (expected or {"train", "query"})  # one that declares nothing may use either verb
+    assert verbs_of(Declared(), tmp_path) == {kind for kind, half in (("train", means), ("query", asks)) if half}
+
+
+def test_the_client_half_of_a_method_without_lists_answers_both_verbs(tmp_path):
+    class Unlisted(Method):
+        rounds = 1
+
+        def init(self, fed):
+            return fed.initial
+
+        def step(self, fed, state):
+            return state
+
+        def params_for(self, state, client):
+            return state
+
+        @on_client
+        def train(self, client: Client, w: Params) -> Params:
+            return w
+
+    assert verbs_of(Unlisted(), tmp_path) == {"train", "query"}
 
 
 def test_tensors_pass_by_reference_in_one_process(tmp_path):
