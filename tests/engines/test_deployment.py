@@ -1,6 +1,5 @@
 """The deployment engine on loopback: the local engine's bits; what is killed; who is refused; nothing left behind."""
 
-import importlib
 import json
 import os
 import signal
@@ -17,20 +16,15 @@ from processes import ENV, begin, experiment, fedfm, here, mentioning, rounds, s
 
 pytestmark = pytest.mark.deployment
 BIN = Path(sys.executable).parent
-GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 SCAFFOLD = 'name = "scaffold"\nrounds = 4\nlocal = { learning_rate = 0.03 }'
 
 
-def test_same_bits_and_bytes_as_local(tmp_path, monkeypatch):
-    """By the program of the gallery, which the page shows."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(GALLERY))
-    found = importlib.import_module("real_sites").main(limit=60, rounds=1)
-    assert found["local"] == found["deployment"]
-    runs = {json.loads(p.read_text())["result"]["engine"]: p.parent for p in Path("runs").glob("*/manifest.json")}
-    local, deployed = (json.loads((runs[e] / "manifest.json").read_text())["result"] for e in ("local", "deployment"))
-    same(deployed, local)
-    out = runs["deployment"].resolve()
+def test_same_bits_and_bytes_as_local(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 1', adaptation='{ name = "lora", rank = 2 }')
+    out = tmp_path / "deployed"
+    deployed = fedfm("run", exp, "--out", out, "--engine", "deployment")
+    same(deployed, here("run", exp, "--out", tmp_path / "local"))
+    assert deployed["engine"] == "deployment"
     assert not mentioning(tmp_path)
     sent = [json.loads(line) for line in (out / "messages.jsonl").read_text().splitlines()]
     asked = [m for m in sent if m["handler"] == "train.FedAvg_train" and m["from"] == "server"]
@@ -52,7 +46,7 @@ def test_a_run_whose_server_app_was_killed_resumes_to_the_same_bits(tmp_path):
     assert running.returncode == 1, error[-2000:]
     assert "ServerApp's process ended" in error
     assert not mentioning(tmp_path)
-    same(here("resume", out), here("run", exp, "--out", tmp_path / "local"))
+    same(fedfm("resume", out), here("run", exp, "--out", tmp_path / "local"))
 
 
 def test_clients_that_raise_or_vanish_are_left_out_and_a_killed_command_takes_all_along(tmp_path):
@@ -134,7 +128,7 @@ def test_an_answer_to_a_server_that_was_killed_is_not_trained_again(tmp_path):
     assert running.returncode == 1
     waits = json.loads((out / "private/underway.json").read_text())["client-01"]
     assert (waits["round"], waits["call"]) == (1, 1)
-    result = here("resume", out)
+    result = fedfm("resume", out)
     assert result["rounds"] == 16
     assert not result["excluded"]
     passes = (tmp_path / "log/client-01").read_text().split()
@@ -232,7 +226,7 @@ def test_silos_with_their_own_rows_and_policies_on_a_superlink_that_is_there(tmp
                 f'[run]\nengine = "deployment"\nsuperlink = "{there.address}"\n'
                 f'root_certificates = "{tmp_path / "ca.crt"}"\n'
             )
-            result = here("run", exp, "--out", tmp_path / "run")
+            result = fedfm("run", exp, "--out", tmp_path / "run")
             assert nodes[3].wait(180) != 0
             assert "305" in (stranger / "node.log").read_text()
     finally:
