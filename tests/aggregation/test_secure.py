@@ -109,6 +109,21 @@ def test_a_sampled_client_drops_out(tmp_path):
     assert fed.heard == 4
 
 
+def test_a_small_sampled_cohort_of_many_members_loses_a_client(tmp_path):
+    """Most members keep no shares of such a cohort, so they are not asked for consent."""
+    method = Vectors(fraction=0.05)
+    fed, link, _ = federation(tmp_path, 100, Secure(neighbours=10), method=method)
+    step(fed, method, 1)
+    fed.begin(2)
+    gone = fed.sample(0.05)[1]
+    link.late["give"] = {gone}
+    agrees(method.step(fed, None, 2), [c for c in fed.cohort if c != gone], 2, method)
+    status = bytes(side.OUT if c not in fed.cohort else side.ALIVE for c in names(100))
+    agreed = side.Agreed("", "", names(100), torch.zeros(100, 1, dtype=torch.uint8), 10)
+    held = {p for at, s in enumerate(status) if s != side.OUT for p in (at, *agreed.around(at))}
+    assert agreed.count_holders(status) == len(held) < 67
+
+
 @pytest.mark.sample("3-0.5-lost", "5-0.67-lost")
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", ["lost", "late"])

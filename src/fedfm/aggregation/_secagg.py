@@ -10,7 +10,7 @@ Rabin. Flamingo. S&P 2023: clients agree on keys once for many sums, and clients
 3. hold: each client receives its neighbours' shares;
 4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, which is its
    signature of the cohort and of the payload that the server sent to all;
-5. consent, if a client of the cohort dropped out: all others sign the list of survivors;
+5. consent, if a client of the cohort dropped out: all that keep shares of the cohort sign the list of survivors;
 6. unmask: for each neighbour in the cohort, clients that are still there reveal a share of one of its two seeds.
 
 Messages 1 to 3 go to all clients before the first sum. They are repeated if a cohort has a client without keys, a
@@ -21,8 +21,9 @@ of these help the server, and let t shares determine a seed.
 
 (a) For each sum an honest holder agrees to one list of survivors. It reveals once, and only a share of one seed. The
 server can get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one seed.
-(b) A holder reveals for a list with dropouts only if more than ``threshold`` of all members have signed it. With two
-such lists the argument of (a) holds for all members in place of the holders. So there is one such list only.
+(b) A holder reveals for a list with dropouts only if more than ``threshold`` of all that keep shares of the cohort have
+signed it. The cohort determines who these are. With two such lists the argument of (a) holds for them in place of the
+holders of one client. So there is one such list only.
 (c) Some holders may also reveal for the full cohort, in which nobody dropped out. At most h - c - (t - c) honest
 holders can do so. Together with the c holders that help the server they are fewer than t. So the server gets the sum
 over one list only.

@@ -242,8 +242,8 @@ class Member:
         share of the seed of its own mask; for a member that dropped out, it is a share of the key of its pair masks.
 
         If no client dropped out, the survivors' seals prove their consent. Otherwise more than the fraction ``share``
-        of all members must have signed the list: with the signatures of neighbours alone, clients far apart in the ring
-        could agree to different lists.
+        of all that keep shares of the cohort must have signed the list: with the signatures of neighbours alone,
+        clients far apart in the ring could agree to different lists.
 
         Raises:
             ClientFault: this client agreed to another list, or too few signed this one.
@@ -258,7 +258,7 @@ class Member:
             identity = self.agreement.card(known[name]).identity
             if not keys.verify(identity, signature, *self.agreement.statement("survivors", digest)):
                 raise refusal(f"{name} signed another list of survivors")
-        signed, least = len({client.id, *signatures}), least_of(share, len(self.names))
+        signed, least = len({client.id, *signatures}), least_of(share, self.agreement.count_holders(status))
         if DEAD in status and signed < least:
             raise refusal(f"{signed} signatures of the survivors arrived, {least} are needed")
         once(client, f"{self.tag}-reveal-{i}", f"shares for sum {i}")

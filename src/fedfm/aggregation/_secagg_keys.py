@@ -166,6 +166,18 @@ class Agreed:
         n = len(ring)
         return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
 
+    def count_holders(self, status: bytes) -> int:
+        """The number of members that keep shares of the cohort: the cohort and its neighbours, dropouts included.
+
+        Args:
+            status: OUT, DEAD or ALIVE for each position.
+        """
+        cohort = [at for at, p in enumerate(self.ring) if status[p] != OUT]
+        n = len(self.ring)
+        d = degree(self._neighbours, n)
+        gaps = [(after - at - 1) % n for at, after in zip(cohort, [*cohort[1:], *cohort[:1]], strict=True)]
+        return n if d >= n - 1 else len(cohort) + sum(min(gap, d) for gap in gaps)
+
     def splits(self, status: bytes) -> bool:
         """Whether the dropouts cut the graph of the survivors' masks into parts.
 

@@ -13,7 +13,7 @@ from fedfm.models.spec import ModelSpec
 
 # The settings that decide what a forward pass returns.
 _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-_OF_EXPERTS = "output_router_logits"  # for a loss that balances experts, which is not trained; it fails in generation
+OF_EXPERTS = "output_router_logits"  # for a loss that balances experts, which is not trained; it fails in generation
 
 
 def read(path: Path | str, spec: ModelSpec) -> Any:
@@ -38,8 +38,8 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
     for part in _parts(config):
         for key, value in _OUTPUT.items():
             setattr(part, key, value)
-        if getattr(part, _OF_EXPERTS, False):
-            setattr(part, _OF_EXPERTS, False)
+        if getattr(part, OF_EXPERTS, False):
+            setattr(part, OF_EXPERTS, False)
     if quantised_maps.settings(config) is not None:
         from fedfm.models import stored_formats
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fedfm.errors import InputError
 from fedfm.models import quantised_maps
 from fedfm.models.checkpoint import some
+from fedfm.models.configuration import OF_EXPERTS
 from fedfm.models.locate import ADAPTER, BUILT_IN, stored_table
 from fedfm.models.spec import ModelSpec
 
@@ -66,10 +67,10 @@ def _own_code(path: Path | str, config: Any) -> list[str]:
 
 def _of_router(path: Path | str) -> list[str]:
     table = stored_table(path, "config.json")
-    if not any(of.get("output_router_logits") for of in (table, *table.values()) if isinstance(of, dict)):
+    if not any(of.get(OF_EXPERTS) for of in (table, *table.values()) if isinstance(of, dict)):
         return []
     return [
-        "has output_router_logits = true in its config.json: the loss that balances its experts is not trained, and "
+        f"has {OF_EXPERTS} = true in its config.json: the loss that balances its experts is not trained, and "
         "an export says false"
     ]
 

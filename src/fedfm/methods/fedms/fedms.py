@@ -77,15 +77,15 @@ class Activity:
     backward: float
 
 
-def check_activity(told: Activity, deepest: int) -> None:
+def check_activity(found: Activity, deepest: int) -> None:
     """Refuse a report that no client of a model with encoders of ``deepest`` layers can give.
 
     Raises:
         ClientFault: E_FIELD.
     """
-    if not 1 <= told.k <= deepest or told.rows < 0 or told.backward < 0:
+    if not 1 <= found.k <= deepest or found.rows < 0 or found.backward < 0:
         raise ClientFault(
-            E_FIELD, f"{told.k} of {deepest} layers, {told.rows} rows, {told.backward} s: no client has it"
+            E_FIELD, f"{found.k} of {deepest} layers, {found.rows} rows, {found.backward} s: no client has it"
         )
 
 
