@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/blind_protocols.py
     OMP_NUM_THREADS=1 python benchmarks/blind_protocols.py --quick
 
-The rows are scikit-learn's handwritten digits. Owner and holder are two sides of one process and exchange bytes. One
-core; CPU seconds. Errors are of states over their block's scale, against the same polynomials in the clear. --quick:
-the first two blocks.
+The rows are scikit-learn's handwritten digits. Owner and holder are two sides of one process and exchange bytes. All
+times are CPU seconds on one core. An error is that of a state, divided by its block's scale, against the same
+polynomials in the clear. --quick computes only the first two blocks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ROWS = 256
 
 
 class Link:
-    """Bytes that cross and the holder's seconds."""
+    """Counts the bytes that the two sides exchange, and the holder's seconds."""
 
     def __init__(self) -> None:
         self.seconds, self.up, self.down, self.begun = 0.0, 0, 0, time.process_time()
 
     def carry(self, work: Callable[..., Any], message: bytes) -> Any:
-        """Bring a message to the holder; what it makes of it."""
+        """Bring a message to the holder, and return its answer."""
         start = time.process_time()
         found = work(message)
         self.seconds += time.process_time() - start
@@ -50,7 +50,7 @@ class Link:
         return found
 
     def row(self, name: str, keys: bytes, error: float) -> dict[str, Any]:
-        """Of the table."""
+        """A row of the table: seconds, megabytes and error."""
         owner = time.process_time() - self.begun - self.seconds
         return {
             "protocol": name,

@@ -28,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # optional: public data sets beside the repository
 
-_M_MMAP_THRESHOLD = -3  # of <malloc.h>: blocks of so many bytes or more are given back as soon as they are free
+_M_MMAP_THRESHOLD = -3  # constant of <malloc.h>: blocks of at least this size are given back as soon as they are free
 
 Times = dict[str, list[tuple[float, float]]]  # variant -> (wall, cpu) seconds of every turn
 
@@ -36,14 +36,14 @@ Times = dict[str, list[tuple[float, float]]]  # variant -> (wall, cpu) seconds o
 def arguments(doc: str | None, **options: dict[str, Any]) -> argparse.Namespace:
     """The options of one benchmark; all have ``--quick``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repetitions: does it run, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, to see that the benchmark runs")
     for name, option in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **option)
     return parser.parse_args()
 
 
 def scratch() -> Path:
-    """A folder that goes with this process."""
+    """A temporary folder, which is removed when this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="fedfm-bench-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
@@ -52,7 +52,7 @@ def scratch() -> Path:
 def interleave(variants: Mapping[str, Callable[[], Any]], turns: int) -> Times:
     """Run the variants in turn (A B C A B C); the first turn warms up and does not count.
 
-    Wall-clock and CPU seconds of this process. What disturbs the machine for a while disturbs all of them alike.
+    The result has wall-clock and CPU seconds of this process. A disturbance of the machine affects all variants alike.
     """
     times: Times = {name: [] for name in variants}
     for turn in range(turns + 1):
@@ -66,7 +66,7 @@ def interleave(variants: Mapping[str, Callable[[], Any]], turns: int) -> Times:
 
 
 def median(times: Sequence[tuple[float, float]], which: int = 1) -> float:
-    """Of CPU seconds, or of wall-clock seconds with ``which=0``."""
+    """The median of the CPU seconds, or of the wall-clock seconds with ``which=0``."""
     return statistics.median(t[which] for t in times)
 
 
@@ -99,7 +99,7 @@ def emit(
 
 
 def verdict(goal: Mapping[str, Any]) -> str:
-    """In words: met, or missed and by how much."""
+    """The verdict in words: met, or missed and by which factor."""
     return "met" if goal["met"] else f"missed by a factor of {_factor(goal):.2f}"
 
 
@@ -141,7 +141,7 @@ def no_gpu() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on, without a name."""
+    """The machine's processor, cores and memory, without its name."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -155,7 +155,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is compared."""
+    """The versions of Python and of the compared packages."""
     found = {"python": platform.python_version()}
     peers = "flwr ray pfl peft transformers sentence-transformers trl bitsandbytes"
     for name in ("fedfm", "torch", "numpy", *peers.split()):

@@ -180,7 +180,7 @@ def main() -> None:
     table = {"title": "Memory and speed", "rows": [{key: row.get(key) for key in columns} for row in rows]}
     peak = max(row["peak MiB"] for row in rows) / 1024
     goals = [common.goal("largest peak, GiB", peak, most=MOST_GIB)]
-    if not options.quick:  # of few rows nothing is kept, and what a process needs once outweighs them
+    if not options.quick:  # with few rows nothing is cached, and a process's fixed memory outweighs theirs
         goals.append(common.goal("bytes a text row", rows[0]["bytes a row"], most=400))
         goals.append(common.goal("speed-up by features on disk", rows[2]["s"] / rows[3]["s"], least=1.0))
     emitted = [f"sentence model: {Path(model).parent.name}", "FEDFM_MEMORY = 2 GiB"]

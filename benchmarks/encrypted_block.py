@@ -312,10 +312,10 @@ class Relay:
         return self.holder.refresh(message)
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
-        """Not opened: random weights give numbers of any size."""
+        """Ignore the states: random weights give numbers of any size."""
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
-        """Not kept."""
+        """Ignore the checkpoint."""
 
 
 def several_processes(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:

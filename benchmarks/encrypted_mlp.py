@@ -32,7 +32,7 @@ from fedfm.encrypted.ckks.wire import Channel
 
 PICTURES, SIDE, PARAMETERS = 100, 28, Parameters()
 REFERENCE = 646.0  # seconds, as reported by the suite for its reference on a processor, without interaction
-BOUND = 512.0  # of the hidden values; checked below
+BOUND = 512.0  # largest magnitude of the hidden values; checked below
 
 
 class Network(nn.Module):

@@ -60,7 +60,7 @@ from fedfm.linalg.out_of_core import allocate, keep_all
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params, layout_of
 
-PAIRS = 64  # of a loop, about
+PAIRS = 64  # about the number of pairs that a loop computes
 GOALS = {8: 12, 40: 30, 200: 60}
 TENSORS = {f"{m}.lora_{f}": shape for m in "qv" for f, shape in (("A", (8, 4096)), ("B", (4096, 8)))}
 BLOCK = sum(math.prod(shape) for shape in TENSORS.values())

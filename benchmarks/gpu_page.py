@@ -76,7 +76,7 @@ def shown(rows: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def goals(case: Case) -> list[dict[str, Any]]:
-    """Of each row of fedfm: not slower and not larger than the loop by more than a tenth."""
+    """The goals: each row of fedfm takes at most a tenth more time and memory than the loop."""
     loops = {row["base"]: row for row in case["rows"] if row["side"] == "TRL loop"}
     out = []
     for row in case["rows"]:

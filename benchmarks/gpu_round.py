@@ -356,7 +356,7 @@ def wanted(of: str, ours: dict[str, Any], loop: dict[str, Any], computed: float)
 
 
 def shown(found: dict[str, Any]) -> dict[str, Any]:
-    """Of one side, for the table."""
+    """The figures of one side, as a row of the table."""
     seconds = {
         "median": statistics.median(found["seconds"]),
         "min": min(found["seconds"]),

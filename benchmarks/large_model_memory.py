@@ -155,7 +155,7 @@ def plan(
 
 
 def table(found: dict[str, float]) -> str:
-    """As Markdown, in GB of 10^9 bytes."""
+    """A table in Markdown, in GB of 10^9 bytes."""
     lines = ["| at the peak of a step | GB |", "|---|---|"]
     lines += [f"| {what} | {size / 1e9:.2f} |" for what, size in found.items()]
     return "\n".join([*lines, f"| **sum** | **{sum(found.values()) / 1e9:.2f}** |"])

@@ -80,7 +80,7 @@ def labels_of(x: Any, k: int, rng: np.random.Generator) -> Any:
 
 
 def covariances(m: Any) -> Any:
-    """Of a mixture as fedfm has it, in scikit-learn's shape."""
+    """The covariances of fedfm's mixture, in scikit-learn's shape."""
     wide = m.scales.astype(np.float64)
     return wide @ wide.transpose(0, 2, 1) if wide.ndim == 3 else wide * wide
 

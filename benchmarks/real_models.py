@@ -32,7 +32,7 @@ CASES = ("lora", "full", "evaluation", "fedbip", "fedpft")
 SIDES = ("plain", "fedfm")
 WORDS = [f"w{i}" for i in range(500)]
 WHOLE = {"hidden": 1024, "layers": 19, "inner": 2816, "vocabulary": 32_000}
-SIZES = {  # of the model, and of the data
+SIZES = {  # sizes of the model, and of the data
     "cpu": WHOLE | {"length": 128, "rows": 24, "batch": 8},
     "cuda": WHOLE | {"length": 512, "rows": 256, "batch": 16},
     "quick": {"hidden": 256, "layers": 4, "inner": 704, "vocabulary": 4_000, "length": 64, "rows": 48, "batch": 8},

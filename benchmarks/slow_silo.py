@@ -85,7 +85,7 @@ def metrics(out: Path) -> list[dict[str, float]]:
 
 
 def seconds(out: Path, silos: int, rounds: int, epochs: int, buffer: int, *, slow: bool) -> float:
-    """Of ``rounds`` asynchronous rounds after the first, with another one after them."""
+    """The seconds of ``rounds`` asynchronous rounds. One more round is run before them, and one after them."""
     out.mkdir()
     (out / "exp.toml").write_text(TOML.format(silos=silos, rounds=2 + rounds, epochs=epochs, buffer=buffer))
     slices = Slices(out / "run", slow)

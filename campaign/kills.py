@@ -121,7 +121,7 @@ def damage(path: Path, rng: random.Random) -> bytes:
 
 
 def killed(name: str, kills: int, damaged: int, folder: Path, found: Outcome, rng: random.Random) -> None:
-    """So many kills of runs of one method.
+    """Kill runs of one method ``kills`` times, and check that each resumed run loses nothing.
 
     Half of the kills come at any moment, the others soon after a round is committed, so that a run gets on. The newest
     whole checkpoint is compared before and after each.
@@ -195,7 +195,7 @@ def compare(name: str, result: Mapping[str, Any], alone: Mapping[str, Any], foun
 
 
 def on_flower(kills: int, folder: Path, found: Outcome, rng: random.Random, progress: Callable[[str], None]) -> None:
-    """So many kills of the processes of one federation of kits."""
+    """Kill processes of a federation of kits ``kills`` times, and check that its runs have the bits of undisturbed ones."""
     from kit_sites import SILOS, bits, sites
 
     while kills > 0:

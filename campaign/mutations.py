@@ -10,7 +10,7 @@ import fuzzing
 import torch
 from gate import Gate, Outcome, scaled
 
-MUTATIONS = 5_000_000  # of all types together
+MUTATIONS = 5_000_000  # for all types together
 BLOCK = 20_000
 SLOWEST, MOST = 0.05, 256  # seconds of one message; MiB by which the process may grow
 

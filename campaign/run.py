@@ -104,7 +104,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """In words."""
+    """The verdict in words."""
     if found["skipped"]:
         return f"not tried: {found['skipped']}"
     return f"{len(found['failures'])} failures" if found["failures"] else "holds"

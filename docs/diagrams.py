@@ -147,7 +147,7 @@ def one_round() -> str:
     for place, (begin, to, what) in enumerate(ROUND):
         y = top + step * place + 22
         kind = "down" if to > begin else "up"
-        half = 3.05 * len(what)  # of the text's width
+        half = 3.05 * len(what)  # half of the text's width
         middle = min(max((at[begin] + at[to]) / 2, 6 + half), WIDTH - 6 - half)
         parts.append(_text(middle, y - 7, what, "halo", "middle", 11.5))
         if begin == to:

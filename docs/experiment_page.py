@@ -131,7 +131,7 @@ def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:
 
 
 def plain(text: str) -> str:
-    """As the cell of a table, where neither a bar nor a bracket means something."""
+    """Escape bars and brackets, so that the text can stand in a cell of a table."""
     return text.replace("|", "\\|").replace("<", "\\<")
 
 

@@ -1,8 +1,8 @@
-"""JSON Schemas of the files that users write, made of the settings dataclasses; docs/generate.py writes them.
+"""Make JSON Schemas of the files that users write from the settings dataclasses; docs/generate.py writes the schemas.
 
-They hold each rule on a value; rules that span tables (:mod:`fedfm.config.compatibility`) and what lies on the machine
-are for ``fedfm check``. A table with a ``name`` is a ``oneOf`` over the names: TOML plugins of editors complete keys
-from that, and pass over ``if``.
+A schema states every rule on a single value. ``fedfm check`` also applies the rules between tables
+(:mod:`fedfm.config.compatibility`), and looks for files and models on the machine. A table with a ``name`` is a
+``oneOf`` over the names: the TOML plugins of editors complete keys from a ``oneOf``, and ignore ``if``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = {"type": "string", "description": "Name of the run.", "maxLength": 200, 
 
 
 def experiment() -> Schema:
-    """Of an experiment, as :meth:`Experiment.from_dict` takes it."""
+    """The schema of an experiment, as :meth:`Experiment.from_dict` takes it."""
     usual = {"methods": "", "attacks": "", "aggregation": "mean", "optimisers": "sgd"}
     kinds = {kind: {name: resolve(kind, name) for name in ours(kind)} for kind in usual}
     defs = {kind: named(classes, usual[kind], open=kind != "optimisers") for kind, classes in kinds.items()}
@@ -48,37 +48,37 @@ def experiment() -> Schema:
 
 
 def pretraining(spec: type) -> Schema:
-    """Of a pretraining, whose [pretrain] table is ``spec``."""
+    """The schema of a pretraining, whose [pretrain] table is ``spec``."""
     return _central("pretraining", "pretrain", spec, {"optimisers": experiment()["$defs"]["optimisers"]})
 
 
 def distillation(spec: type) -> Schema:
-    """Of a distillation, whose [distil] table is ``spec``."""
+    """The schema of a distillation, whose [distil] table is ``spec``."""
     return _central("distillation", "distil", spec, {})
 
 
 def _central(noun: str, key: str, spec: type, defs: Schema) -> Schema:
-    """Of a training in one place: [data], [model] and a table of its own."""
+    """The schema of a training on one machine: [data], [model] and the table ``key``."""
     whole = experiment()["properties"]
     tables = {name: whole[name] for name in ("data", "model")} | {key: table(spec)}
     return document(f"a {noun} of fedfm", tables, ("data", "model"), defs)
 
 
 def document(title: str, properties: Schema, required: Iterable[str], defs: Schema) -> Schema:
-    """A whole file."""
+    """The schema of a file with these tables."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     return head | _table(properties, required) | {"additionalProperties": False} | ({"$defs": defs} if defs else {})
 
 
 def _privacy() -> Schema:
-    """Of [privacy]: all that an epsilon needs, or hidden sums alone."""
+    """The schema of [privacy]: all keys that an epsilon needs, or secure aggregation alone."""
     made = table(PrivacySpec)
     alone = {"required": ["aggregator"], "properties": {"aggregator": {"const": "secagg"}}, "maxProperties": 1}
     return made | {"required": [], "anyOf": [{"required": made["required"]}, alone]}
 
 
 def table(cls: type) -> Schema:
-    """Of a settings dataclass."""
+    """The schema of a settings dataclass."""
     found = list(settings_of(cls))
     if any(owners_of(f) for _, f, _ in found):  # some keys go with some names only
         (name,) = (f for key, f, _ in found if key == "name")
@@ -92,11 +92,11 @@ def table(cls: type) -> Schema:
 
 
 def named(classes: dict[str, type], usual: str, *, open: bool) -> Schema:
-    """Of a table whose ``name`` is one of these classes' names.
+    """The schema of a table whose ``name`` is one of these classes' names.
 
     Args:
-        usual: the name where the table has none.
-        open: ``module:Class`` is a name, too.
+        usual: the default of ``name``.
+        open: whether ``name`` may also be ``module:Class``.
     """
     variants = [
         _variant(name, settings_of(cls), name == usual, _about(cls))
@@ -109,7 +109,7 @@ def named(classes: dict[str, type], usual: str, *, open: bool) -> Schema:
 
 
 def _variant(name: str, found: Iterable[tuple[str, Field[Any], Any]], usual: bool, about: str) -> Schema:
-    """Of a table under one name."""
+    """The schema of a table with one ``name``."""
     mine = [(key, f, hint) for key, f, hint in found if name in (owners_of(f) or (name,)) and key != "name"]
     required = ([] if usual else ["name"]) + [key for key, f, _ in mine if is_required(f)]
     keys = {"name": {"const": name}} | {key: _property(f, hint) for key, f, hint in mine}
@@ -117,12 +117,12 @@ def _variant(name: str, found: Iterable[tuple[str, Field[Any], Any]], usual: boo
 
 
 def _about(cls: type) -> str:
-    """What the module says, and the class."""
+    """The docstrings of the module and of the class."""
     return "\n\n".join(filter(None, [inspect.getdoc(sys.modules[cls.__module__]), inspect.getdoc(cls)]))
 
 
 def _property(f: Field[Any], hint: Any) -> Schema:
-    """Of one key."""
+    """The schema of one key."""
     both = {int, float}.intersection(get_args(hint)) and str in get_args(hint)  # a number or one of some texts
     hint, default, bounds = plain_type(hint), f.metadata.get("usual", f.default), bounds_of(f)
     entry: Schema = {"description": describe(f, hint)}

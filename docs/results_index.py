@@ -183,7 +183,7 @@ def headlines() -> list[tuple[str, str, str]]:
 
 
 def mean(page: str, table: str, row: str, key: str = "accuracy", scale: float = 0.01) -> float:
-    """Over the seeds."""
+    """The mean of a figure over the seeds of a row."""
     return scale * statistics.fmean(kept[key] for kept in _kept(page)[table]["rows"][row].values())
 
 
@@ -223,7 +223,7 @@ def _twin() -> tuple[int, float, float]:
 
 
 def _measured(benchmark: str, cpu: str) -> list[float]:
-    """Of its goals, in their order."""
+    """The measured values of a benchmark's goals, in the goals' order."""
     return [goal["measured"] for goal in _kept("performance")[benchmark][cpu]["goals"]]
 
 
@@ -378,7 +378,7 @@ def _cell(text: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[Any]) -> str:
-    """Of Markdown; a command, the last cell of a row of that heading, in code."""
+    """A table in Markdown; the cells under the heading ``command`` are code."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         cells = [f"`{cell}`" if title == "command" else cell for title, cell in zip(head, row, strict=True)]

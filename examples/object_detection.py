@@ -55,7 +55,7 @@ def overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def scores_and_boxes(outputs: tuple, _) -> tuple:
-    """Of the model's outputs (losses, logits, boxes, ...) what :func:`average_precision` needs."""
+    """The parts of the model's outputs (losses, logits, boxes, ...) that :func:`average_precision` needs."""
     logits, boxes = outputs[1:3]
     own_class = logits.shape[-1] > len(CLASSES)  # YOLOS and DETR have a last class for "no object", RT-DETR has none
     return (logits.softmax(-1)[..., :-1] if own_class else logits.sigmoid()), boxes

@@ -219,7 +219,7 @@ def _doubts_of(check: Mapping[str, Any], doubts: Doubts) -> set[str]:
 
 
 def _forbidden(check: Mapping[str, Any], doubts: Doubts) -> str:
-    """Of the rows of a check: what makes it no claim; or nothing."""
+    """The reason why a check is not a claim, which its rows give; "" if there is none."""
     found = _doubts_of(check, doubts)
     return next((why for why in FORBIDS.values() if why in found), "")
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 APART = 0.2  # points, or hundredths of a nat, by which rounding on another processor may move a figure
-NO_FIGURES = ("seconds", "more", "curve", "epsilon")  # of a machine, words, of an audit, of the plan alone
+# keys that depend on the machine, hold words or a curve, or follow from the plan alone
+NO_FIGURES = ("seconds", "more", "curve", "epsilon")
 
 
 def add_seeds(

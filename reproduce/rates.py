@@ -27,19 +27,19 @@ FORBIDS = {  # the first counts first
     PAPER: "rate not searched, but the paper's",  # it was chosen for a larger model
     "": "rate of unknown origin",
 }
-STEPS = 3  # by which a grid is widened at most, on either side
+STEPS = 3  # largest number of values by which a grid is widened on either side
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the rates of a row came about.
+    """How the learning rates of a row were chosen.
 
     Attributes:
         how: ``tuned`` at this row's own point; ``borrowed`` from another row or point; the ``paper``'s; ``by hand``;
-            ``no rate``: nothing in the row descends. Of several rates the worst counts.
-        of: the row whose search it was, or where the paper says it.
-        keys: what was searched -> the value taken.
-        edge: of them those whose best value is the last of a grid that was not widened further.
+            ``no rate``: the row has no gradient descent. If the row has several rates, the worst of these counts.
+        of: the row for which the rate was searched, or the place in the paper that states it.
+        keys: the chosen value of each searched key.
+        edge: the keys whose best value is the first or last of a grid that was not widened further.
     """
 
     how: str
@@ -48,7 +48,7 @@ class Choice:
     edge: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; what is empty is left out."""
+        """The fields as JSON values, without empty ones."""
         found = {"how": self.how, "of": self.of, "keys": dict(self.keys), "edge": list(self.edge)}
         return {key: value for key, value in found.items() if value}
 
@@ -59,7 +59,7 @@ class Choice:
 
 
 def doubt(found: Mapping[str, Any]) -> str:
-    """Of what is kept of a row's choice: what forbids a claim on it; or ``EDGE``; or nothing."""
+    """The reason why a row's choice of rates forbids a claim on it; ``EDGE``; or "" if there is no reason."""
     choice = Choice(**{"how": "", **found})
     return FORBIDS.get(choice.how, EDGE if choice.edge else "")
 

@@ -85,7 +85,7 @@ CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|
 
 
 def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any], score: str = "") -> dict[str, Any]:
-    """Of a result and the ledger's operations, what the page shows; ``score`` is a task's own score."""
+    """The figures of a result and of the ledger's operations that the page shows; ``score`` is a task's own score."""
     details = result["details"]
     more = [chosen] if chosen else []
     if "formula_bytes" in details:
@@ -197,7 +197,7 @@ def beside(
     across: Mapping[str, Mapping[str, str]],
     columns: Sequence[str],
 ) -> list[str]:
-    """For each column one table: a line for each name in ``across`` and row, its points of the grid side by side."""
+    """One table for each column: a line for each name in ``across`` and row, with the grid's points side by side."""
     headings = list(dict.fromkeys(heading for points in across.values() for heading in points))
     ends = sorted((f".{p}" for points in across.values() for p in points.values()), key=len)  # a point may have a dot
     kinds = list(dict.fromkeys(name.removesuffix(next(e for e in ends[::-1] if name.endswith(e))) for name in rows))
@@ -214,7 +214,7 @@ def beside(
 
 
 def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Of audited runs, first seed: about eight rounds each."""
+    """The curves of audited runs: about eight rounds of the first seed of each."""
     out = []
     for name, by_seed in rows.items():
         curve = next(iter(by_seed.values())).get("curve", [])
@@ -367,10 +367,10 @@ def results(
     data: Path,
     before: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of one row at every point of the table's grid: name -> seed -> what is kept, and name -> its choice of rates.
+    """Run one row at every point of the table's grid, and return its figures by name and seed, and its choices of rates.
 
     Args:
-        seeds: None for those that the table says.
+        seeds: the seeds; None means those of the table.
         before: the table on the page, where its rates and seeds are kept.
     """
     from sets import Sets, named

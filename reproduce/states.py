@@ -26,7 +26,7 @@ def keep() -> None:
 
 
 def states(model: SideModel, rows: Rows) -> Tensor:
-    """As ``SideModel.states``, but each picture is computed once."""
+    """``SideModel.states``, but the states of each image are computed only once."""
     backbone, released, scales = model.frozen_parts
     of_model = (backbone.fingerprint, *(bytes(to_bytes(t)) for t in (released.positions, scales)), model.net.shape)
     found = _once(of_model, rows, lambda left: _of_blocks(model, left))
@@ -34,7 +34,7 @@ def states(model: SideModel, rows: Rows) -> Tensor:
 
 
 def features(model: Model, rows: Rows) -> Tensor:
-    """As ``Model.features`` for a model whose head alone is trained, but each picture is computed once."""
+    """``Model.features`` for a model that trains only its head, but each image's features are computed only once."""
     if model.adaptation != "head" or "pixel_values" not in rows.tensors:
         return _of_heads(model, rows)
     found = _once((model.fingerprint, "features"), rows, lambda left: _of_heads(model, left))

@@ -138,7 +138,7 @@ def read(path: Path, default: Any) -> Any:
 
 
 def save(path: Path, value: Any) -> None:
-    """As JSON."""
+    """Write a value as JSON."""
     path.write_text(json.dumps(value, indent=1))
 
 
@@ -150,7 +150,7 @@ def features(model: Model, states: Tensor) -> Tensor:
 
 
 def loaded(name: str, classes: tuple[str, ...]) -> Model:
-    """With its saved head, if that has as many classes."""
+    """Load a model with its saved head, if that head has as many classes."""
     spec = ModelSpec(name, adaptation=AdaptationSpec("full"), device="cpu")
     return load_model(spec, classes=classes, kind="image", keep_head=True)
 

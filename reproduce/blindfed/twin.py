@@ -40,10 +40,10 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "results" / "blindfed-twin.md"
-GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of C
+GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # values of C, the inverse regularisation
 FOLDS = 5
-TRAINED = {"cifar10": 9_402, "fashion_mnist": 10_000}  # of what nano-vit was trained on: training pictures
-KEPT_OUT = 500  # of each, which its training and its distillation kept for validation
+TRAINED = {"cifar10": 9_402, "fashion_mnist": 10_000}  # numbers of training images of nano-vit
+KEPT_OUT = 500  # images of each set that training and distillation kept for validation
 TITLES = {
     "cifar10": "CIFAR-10",
     "fashion_mnist": "Fashion-MNIST",
@@ -91,7 +91,7 @@ class Features:
 
 
 def features(table: Table, model: str) -> Features:
-    """Of all rows, by a frozen model."""
+    """The features of all rows by a frozen model."""
     spec = ModelSpec(model, adaptation=AdaptationSpec("head"))
     loaded = load_model(spec, classes=table.classes, kind=table.kind, seed=0)
     encoded = loaded.encode(loaded.prepare(table, range(len(table))))

@@ -119,7 +119,7 @@ def pretrain(folder: Path, data: dict[str, np.ndarray], seed: int) -> Path:
 
 
 def own_accuracy(state: dict[str, torch.Tensor], data: dict[str, np.ndarray]) -> float:
-    """Of weights on the secret model's task."""
+    """The accuracy of weights on the secret model's task."""
     module = network(0)
     module.load_state_dict(state)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def table(quick: bool, only: list[str] | None) -> dict[str, Any]:
 
 
 def mean(found: list[dict[str, float]], key: str) -> float:
-    """Over seeds."""
+    """The mean of a figure over the seeds."""
     return float(np.mean([f[key] for f in found]))
 
 

@@ -32,7 +32,7 @@ class Line:
 
 
 def heads(table: str) -> list[Line]:
-    """Of the features of one set."""
+    """The lines of heads on the features of one set."""
     return [
         Line(table, "fedpft_10", "FedPFT, one release", BLUE, "fedpft_10"),
         Line(table, "dp_sgd_10", "DP-SGD, 10 clients", GREEN, "fedavg_10"),
@@ -70,7 +70,7 @@ def figures(kept: dict[str, Any], table: str, row: str) -> list[float]:
 
 
 def y(accuracy: float) -> float:
-    """Of a figure in per cent."""
+    """The vertical position of an accuracy in per cent."""
     return TOP + (1 - min(max(accuracy, 0.0), 100.0) / 100) * HIGH
 
 
