@@ -63,7 +63,7 @@ class Link:
         }
 
 
-def masked(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
+def run_masked(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
     """The default protocol, which releases means."""
     holder, session, key = KeyHolder.new(x.shape[1]), os.urandom(16), os.urandom(32)
     public, found = holder.public(), list[np.ndarray]()
@@ -80,7 +80,7 @@ def masked(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
     return link.row("masked, grid", public, float(np.abs(np.stack(found, 1) - want).max()))
 
 
-def permuted(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
+def run_permuted(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
     """The paper's protocol, which releases all tokens in secret orders."""
     holder, session, key = PermutedKeyHolder.new(x.shape[1]), os.urandom(16), os.urandom(32)
     public, found, blocks = holder.public(), list[np.ndarray](), len(model.blocks)
@@ -92,13 +92,13 @@ def permuted(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
     link = Link()
     rows = link.carry(lambda _: join_messages(holder.rows(x), holder.labels(session, labels, 10)), b"")
 
-    def turned(message: bytes) -> bytes:
+    def turn(message: bytes) -> bytes:
         found.append(holder.states_of(message, len(x)))
         return holder.encrypt_states(session, found[-1]) if len(found) < blocks else b""
 
     def release(block: int, message: bytes) -> Any:
         if block < blocks:
-            return link.carry(turned, message)
+            return link.carry(turn, message)
         came = link.carry(lambda m: holder.labels_of(m, len(x), 10), message)
         if not np.array_equal(came, labels[pi[-1]]):
             raise SystemExit("labels came back in another order")
@@ -123,7 +123,7 @@ def main() -> None:
         model = dataclasses.replace(model, blocks=model.blocks[:2], scales=model.scales[:2], ranges=model.ranges[:2])
         states = states[:, :2]
     with threadpool_limits(1):
-        rows = [masked(model, x, states), permuted(model, x, states)]
+        rows = [run_masked(model, x, states), run_permuted(model, x, states)]
     times, sizes = ([sum(r[k] for k in r if k.endswith(unit)) for r in rows] for unit in (", s a row", ", MB a row"))
     notes = [
         f"permuted takes {times[1] / times[0]:.2f} times the seconds and {sizes[1] / sizes[0]:.2f} times the bytes"

@@ -155,12 +155,12 @@ def main() -> None:
     os.environ["FEDFM_MEMORY"] = str(2**31)
     script = str(Path(__file__).resolve())
 
-    def measured(what: str, *arguments: str) -> dict[str, Any]:
+    def measure(what: str, *arguments: str) -> dict[str, Any]:
         return {"what": what} | common.child(script, "--part", *arguments, limit=3600)
 
     def ran(what: str, adaptation: str, *arguments: str) -> dict[str, Any]:
         runs.append(str(folder / f"run-{len(runs)}"))
-        return measured(what, adaptation, "--path", pictures, "--out", runs[-1], *arguments)
+        return measure(what, adaptation, "--path", pictures, "--out", runs[-1], *arguments)
 
     runs: list[str] = []
     large = large_vit(folder)
@@ -168,8 +168,8 @@ def main() -> None:
     pictures = str(write_pictures(folder, PICTURES // (few * 2 if options.quick else 1)))
     trained = str(TRAINED // few)
     rows = [
-        measured("texts, tokenised", "texts", "--path", texts),
-        measured("texts, tokens from disk", "texts", "--path", texts),
+        measure("texts, tokenised", "texts", "--path", texts),
+        measure("texts, tokens from disk", "texts", "--path", texts),
         ran("nano-vit, features and a head", "head"),
         ran("nano-vit, features from disk", "head"),
         ran("ViT of 224 px, features and a head", "head", "--model", large),

@@ -77,12 +77,12 @@ def random_block(d: int, m: int, heads: int, layout: Packing) -> tuple[Encrypted
     def split(v: np.ndarray) -> np.ndarray:
         return v.reshape(*v.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
-    def fitted(v: np.ndarray) -> tuple[np.ndarray, Polynomial]:
+    def fit_polynomial(v: np.ndarray) -> tuple[np.ndarray, Polynomial]:
         variance = (v**2).mean(-1, keepdims=True)
         root = InverseSquareRoot(2, (variance.min() / 1.1, variance.max() * 1.1))
         return v * at(root, variance), root
 
-    y, first = fitted(x)
+    y, first = fit_polynomial(x)
     q, k, v = (split(y @ w[name].T + w[f"{name}_bias"]) for name in ("query", "key", "value"))
     e = at(EXP, q @ (k - k.mean(2, keepdims=True)).transpose(0, 1, 3, 2))
     rows = e.sum(-1, keepdims=True)
@@ -90,7 +90,7 @@ def random_block(d: int, m: int, heads: int, layout: Packing) -> tuple[Encrypted
     c = scales[None, :, None, None]
     p = e * at(INVERSE, rows * c) * c
     z = x + (p @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ w["output"].T + w["output_bias"]
-    y, second = fitted(z)
+    y, second = fit_polynomial(z)
     want = z + at(GELU, y @ w["up"].T + w["up_bias"]) @ w["down"].T + w["down_bias"]
     return EncryptedBlock(layout, heads, w, (first, second), EXP, INVERSE, scales, GELU), x, want
 
@@ -363,14 +363,14 @@ class Profile:
         kept = [(owner, name, getattr(owner, name)) for group in places.values() for owner, name in group]
         for operation, group in places.items():
             for owner, name in group:
-                setattr(owner, name, self._timed(operation, getattr(owner, name)))
+                setattr(owner, name, self._timer(operation, getattr(owner, name)))
         try:
             yield
         finally:
             for owner, name, function in kept:
                 setattr(owner, name, function)
 
-    def _timed(self, operation: str, function: Any) -> Any:
+    def _timer(self, operation: str, function: Any) -> Any:
         def call(*args: Any, **named: Any) -> Any:
             start = time.process_time()
             self._open.append(0.0)

@@ -66,7 +66,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[train], y[train], x[test], y[test]
 
 
-def trained(x: Tensor, y: Tensor) -> Network:
+def train_network(x: Tensor, y: Tensor) -> Network:
     """Adam, 30 epochs, with decay that keeps hidden values small."""
     torch.manual_seed(0)
     net = Network()
@@ -79,7 +79,7 @@ def trained(x: Tensor, y: Tensor) -> Network:
     return net.eval()
 
 
-def computed(net: Network, x: Ciphertexts) -> Ciphertexts:
+def compute_logits(net: Network, x: Ciphertexts) -> Ciphertexts:
     """Encrypted pixels (784,) -> encrypted logits (10,)."""
     for layer, a in zip(net.layers, [*net.squares.tolist(), None], strict=True):
         assert isinstance(layer, nn.Linear)
@@ -94,7 +94,7 @@ def main() -> None:
     common.arguments(__doc__)
     train, labels, test, truth = digits()
     with threadpool_limits(1):
-        net = trained(train, labels)
+        net = train_network(train, labels)
         with torch.no_grad():
             clear, most = net(test)
         if most > BOUND:
@@ -107,31 +107,31 @@ def run(net: Network, pixels: np.ndarray, clear: np.ndarray, truth: np.ndarray) 
     """Rows of the table, goals and notes."""
     seconds: dict[str, float] = {}
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def measure(name: str, call: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         out = call()
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
         return out
 
     floor = least_limbs(PARAMETERS, 1000, BOUND)
-    client = timed("keys", lambda: seal.ClientKeys(PARAMETERS))
-    public = timed("keys", lambda: client.public())
+    client = measure("keys", lambda: seal.ClientKeys(PARAMETERS))
+    public = measure("keys", lambda: client.public())
     server = seal.ServerKeys(PARAMETERS, public, floor=floor)
     here, there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
     ledger = DistanceLedger()
     server.refresh = refresh = RemoteRefresh(
         Masking(BOUND, ledger),
         there,
-        lambda m: timed("client: refresh", lambda: answer_refresh(client, here, m, floor)),
+        lambda m: measure("client: refresh", lambda: answer_refresh(client, here, m, floor)),
     )
     slots = np.zeros((pixels.shape[1], PARAMETERS.slots))
     slots[:, : len(pixels)] = pixels.T
-    message = timed("client: encrypt", lambda: encrypt_message(client, here, slots))
+    message = measure("client: encrypt", lambda: encrypt_message(client, here, slots))
     residues, scale = there.unpack(message, limbs=PARAMETERS.limbs, count=len(slots))
-    out = timed("server", lambda: computed(net, Ciphertexts(residues.view(np.uint64), scale, server)))
+    out = measure("server", lambda: compute_logits(net, Ciphertexts(residues.view(np.uint64), scale, server)))
     seconds["server"] -= seconds["client: refresh"]
     hidden = server.ring.add(out.residues, server.zeros(len(out), out.level + 1))
-    logits = timed("client: decrypt", lambda: client.decrypt(hidden, out.scale))[:, : len(pixels)].T
+    logits = measure("client: decrypt", lambda: client.decrypt(hidden, out.scale))[:, : len(pixels)].T
     total = sum(seconds.values())
     error, alike = float(np.abs(logits - clear).max()), int((logits.argmax(1) == clear.argmax(1)).sum())
     rows = [{"step": name, "s": value} for name, value in seconds.items()] + [{"step": "all", "s": total}]

@@ -37,7 +37,7 @@ class Holder:
         self.holder, self.seconds, self.bytes, self._count = KeyHolder.new(tokens), 0.0, 0, count
         self.blocks: list[tuple[float, float]] = []  # CPU seconds of both sides, and of this side, after each block
 
-    def timed(self, work: Any, *given: Any) -> Any:
+    def measure(self, work: Any, *given: Any) -> Any:
         """Count the seconds of a call, and the bytes that go in or come out."""
         start = time.process_time()
         found = work(*given)
@@ -47,15 +47,15 @@ class Holder:
 
     def refresh(self, message: bytes) -> bytes:
         """Answer a refresh."""
-        return self.timed(self.holder.refresh, message)  # type: ignore[no-any-return]
+        return self.measure(self.holder.refresh, message)  # type: ignore[no-any-return]
 
-    def released(self, _block: int, message: bytes) -> None:
+    def decrypt(self, _block: int, message: bytes) -> None:
         """Decrypt disclosed activations."""
-        self.timed(self.holder.decrypt_released, message, self._count)
+        self.measure(self.holder.decrypt_released, message, self._count)
         self.blocks.append((time.process_time(), self.seconds))
 
 
-def measured(tokens: int, d: int, heads: int, count: int) -> dict[str, Any]:
+def measure_shape(tokens: int, d: int, heads: int, count: int) -> dict[str, Any]:
     """One row of the table."""
     block, x, _ = random_block(d, 4 * d, heads, Packing(PARAMETERS, tokens))
     layer = Layer(dict(block.weights), heads, block.norms, EXP, INVERSE, block.inverse_scales, GELU)
@@ -66,9 +66,9 @@ def measured(tokens: int, d: int, heads: int, count: int) -> dict[str, Any]:
     public, session, key = side.holder.public(), os.urandom(16), os.urandom(32)
     owner = ModelOwner(model, "class", public, session, key, DistanceLedger())
     side.holder.begin(session, key)
-    rows = side.timed(side.holder.rows, x[:count])
+    rows = side.measure(side.holder.rows, x[:count])
     start, before = time.process_time(), side.seconds
-    owner.run(rows, side.refresh, side.released)
+    owner.run(rows, side.refresh, side.decrypt)
     (first, client_first), (second, client_second) = side.blocks
     owners = first - start - (client_first - before), second - first - (client_second - client_first)
     expected, theirs = planned.seconds_per_block
@@ -94,8 +94,8 @@ def main() -> None:
     options = common.arguments(__doc__, shape=shape)
     shapes = [tuple(options.shape)] if options.shape else SHAPES[:1] if options.quick else SHAPES
     with threadpool_limits(1):
-        measured(4, 8, 2, 3)  # compiles
-        rows = [measured(*shape) for shape in shapes]
+        measure_shape(4, 8, 2, 3)  # compiles
+        rows = [measure_shape(*shape) for shape in shapes]
     worst = max(abs(np.log(row[key])) for row in rows for key in ("planned / block 2", "planned / its block 2"))
     goals = [common.goal("largest factor between planned and measured seconds", float(np.exp(worst)), most=1.25)]
     load = f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."

@@ -71,13 +71,13 @@ def layout(millions: float) -> Any:
     return layout_of(tuple((f"{i}.{n}", torch.float32, s) for i in range(blocks) for n, s in TENSORS.items()))
 
 
-def drawn(k: int, size: int, common_parts: np.ndarray) -> torch.Tensor:
+def draw_vector(k: int, size: int, common_parts: np.ndarray) -> torch.Tensor:
     flat = np.random.default_rng(k).standard_normal(size, np.float32)
     flat += common_parts[k % len(common_parts)]
     return torch.from_numpy(flat)
 
 
-def clipped(products: np.ndarray) -> np.ndarray:
+def clip_weights(products: np.ndarray) -> np.ndarray:
     """Equation 4's weights of cosines (L, K, K) clipped at 0."""
     norms = np.sqrt(np.diagonal(products, axis1=1, axis2=2))
     similar = np.maximum(products / (norms[:, :, None] * norms[:, None, :]), 0)
@@ -110,7 +110,7 @@ def fedamp_loop(models: list[Params], pairs: list[tuple[int, list[int]]], sigma:
                 new[n] += attention[k] / total * t
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
+def time_call(run: Callable[[], Any]) -> tuple[float, float, Any]:
     """Wall-clock and CPU seconds, and what it gave."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = run()
@@ -148,7 +148,10 @@ def files_alone(tau: list[Params], columns: int) -> dict[str, tuple[float, float
             for row, file in zip(window, files, strict=True):
                 getattr(file, call)(4 * at, row[: size - at])
 
-    return {"read": timed(lambda: through(tau, "read"))[:2], "write": timed(lambda: through(made, "write"))[:2]}
+    return {
+        "read": time_call(lambda: through(tau, "read"))[:2],
+        "write": time_call(lambda: through(made, "write"))[:2],
+    }
 
 
 def one(count: int, threads: int, millions: float, turns: int, files: bool) -> dict[str, Any]:
@@ -158,7 +161,7 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
     size = of.sizes[torch.float32]
     parts = np.random.default_rng(10**6).standard_normal((min(count, 8), size), np.float32)
     start = Params.from_flat(of, {torch.float32: torch.from_numpy(0.02 * parts[0])})
-    vectors = (Params.from_flat(of, {torch.float32: drawn(k, size, parts)}) for k in range(count))
+    vectors = (Params.from_flat(of, {torch.float32: draw_vector(k, size, parts)}) for k in range(count))
     tau = keep_all(vectors, most=0) if files else list(vectors)
     del parts, vectors
     blocks = [[n for n in of.slots if n.startswith(f"{i}.")] for i in range(len(of.entries) // len(TENSORS))]
@@ -169,11 +172,13 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
 
     def mixture() -> None:
         kept.pop("mixed", None)
-        kept["mixed"] = mix(clipped(kept["products"]), tau, onto=[start] * count, threads=threads)
+        kept["mixed"] = mix(clip_weights(kept["products"]), tau, onto=[start] * count, threads=threads)
 
     def by_layer() -> None:
         kept.pop("mixed", None)
-        kept["mixed"] = mix(clipped(gram(tau, blocks, threads=threads)), tau, blocks, [start] * count, threads=threads)
+        kept["mixed"] = mix(
+            clip_weights(gram(tau, blocks, threads=threads)), tau, blocks, [start] * count, threads=threads
+        )
 
     def numpys() -> None:
         with threadpool_limits(threads):
@@ -187,7 +192,7 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
             times = {n: [] for n in parts_of}
             peaks = ["torch", "numpy"]
             for n in [*peaks, "gram", *peaks, "mix", *peaks]:  # it takes minutes, and a processor's clock changes
-                times[n].append(timed(parts_of[n])[:2])
+                times[n].append(time_call(parts_of[n])[:2])
         found["memory"] = peak[0]
         few = max(1, count // 8)
         kept.pop("mixed")  # the disk may not hold more
@@ -195,9 +200,9 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
         found["files"] = {call: [s * count / few for s in seconds] for call, seconds in alone.items()}
     else:
         similarities()
-        found["first"] = timed(mixture)[:2]
+        found["first"] = time_call(mixture)[:2]
         times = common.interleave(parts_of, turns)
-        found["layers"] = timed(by_layer)[:2]
+        found["layers"] = time_call(by_layer)[:2]
         kept.pop("mixed", None)
 
         def step() -> None:
@@ -211,8 +216,8 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
     kept.pop("mixed", None)
     others = list(range(min(count, PAIRS)))
     rows = [(i, others) for i in range(max(1, min(count, PAIRS // count)))]
-    naive = timed(lambda: pairwise_loop(tau, start, rows))
-    fedamp = timed(lambda: fedamp_loop(tau, rows, sigma=math.sqrt(2 * size)))
+    naive = time_call(lambda: pairwise_loop(tau, start, rows))
+    fedamp = time_call(lambda: fedamp_loop(tau, rows, sigma=math.sqrt(2 * size)))
     pairs = sum(len(o) for _, o in rows)
     norms = [tau[k].norm() for k in others]
     exact = np.array([[tau[i].dot(tau[k]) / (norms[i] * norms[k]) for k in others] for i, _ in rows])
@@ -263,7 +268,7 @@ def row(count: int, threads: int, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measured(count: int, threads: int, millions: float, turns: int) -> tuple[dict[str, Any], list[str]]:
+def measure_row(count: int, threads: int, millions: float, turns: int) -> tuple[dict[str, Any], list[str]]:
     """A row, and what has to be said of it."""
     arguments = ["--one", str(count), str(threads), "--turns", str(turns)]
     nbytes, notes = 4 * layout(millions).sizes[torch.float32], []
@@ -301,7 +306,7 @@ def main() -> None:
     for count in clients:
         for threads in (1, 2) if count < 1000 else (1,):
             try:
-                found, said = measured(count, threads, millions, turns)
+                found, said = measure_row(count, threads, millions, turns)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 notes.append(f"K = {count}, {threads} threads: not measured, {type(error).__name__}: {error}"[:300])
                 continue

@@ -85,20 +85,20 @@ def small_clip(folder: Path) -> Path:
     return folder
 
 
-def loaded(folder: str) -> DualModel:
+def load_clip(folder: str) -> DualModel:
     """The model with LoRA of rank 1 in both encoders."""
     spec = ModelSpec(folder, task="zero_shot", adaptation=AdaptationSpec("lora", rank=1), device="cpu")
     return need(load_model(spec, classes=CLASSES, kind="image"))
 
 
-def drawn(model: DualModel, n: int) -> Rows:
+def draw_rows(model: DualModel, n: int) -> Rows:
     """Random pictures with labels."""
     draw = torch.Generator().manual_seed(0)
     side = model.dual.clip.config.vision_config.image_size
     return Rows({"pixel_values": torch.randn(n, 3, side, side, generator=draw)}, labels=torch.arange(n) % len(CLASSES))
 
 
-def moved(w: Params, seed: int) -> Params:
+def move_parameters(w: Params, seed: int) -> Params:
     """An expert that differs from the base."""
     draw = torch.Generator().manual_seed(seed)
     return w.map(lambda x: x + 0.02 * torch.randn(x.shape, generator=draw))
@@ -167,11 +167,11 @@ class HandWritten:
 
 def of_model(name: str, folder: str, rows: int, ks: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
     """A row for every k."""
-    model = loaded(folder)
+    model = load_clip(folder)
     peer, method = HandWritten(model, folder), FedMS(local=LOCAL)
-    data = drawn(model, rows)
+    data = draw_rows(model, rows)
     client = Client("a", ClientData(lambda: data, Rows, Rows), model, {}, 5, trainer=train_client)
-    W_g, other, Z = moved(model.params(), 1), moved(model.params(), 2), initial(model.dual.width, 0)
+    W_g, other, Z = move_parameters(model.params(), 1), move_parameters(model.params(), 2), initial(model.dual.width, 0)
     named = layers(model, "layer")
     out = []
     for k in ks:

@@ -44,7 +44,7 @@ Not measured: {missing}.
 """
 
 
-def wrapped(text: str) -> str:
+def wrap_lines(text: str) -> str:
     """Paragraphs in lines of 120 characters; headings as they are."""
     return "\n\n".join(textwrap.fill(part, 120, break_long_words=False) for part in text.strip().split("\n\n"))
 
@@ -56,13 +56,13 @@ def page(kept: Mapping[str, Any]) -> str:
     machine = first["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     about = {"date": first["date"], "versions": versions}
-    parts = [wrapped(INTRODUCTION.format(**about, **machine))]
+    parts = [wrap_lines(INTRODUCTION.format(**about, **machine))]
     for name, case in cases.items():
-        parts += [f"{TITLES[name]}\n(`{case['command']}`):", common.markdown(shown(case["rows"])), *found(case)]
-    return "\n\n".join([*parts, wrapped(SUITE.format(**kept["suite"]))]) + "\n"
+        parts += [f"{TITLES[name]}\n(`{case['command']}`):", common.markdown(table_rows(case["rows"])), *notes_of(case)]
+    return "\n\n".join([*parts, wrap_lines(SUITE.format(**kept["suite"]))]) + "\n"
 
 
-def shown(rows: Sequence[Case]) -> list[dict[str, Any]]:
+def table_rows(rows: Sequence[Case]) -> list[dict[str, Any]]:
     """Rows as the page has them."""
     return [
         {
@@ -90,7 +90,7 @@ def goals(case: Case) -> list[dict[str, Any]]:
     return out
 
 
-def found(case: Case) -> list[str]:
+def notes_of(case: Case) -> list[str]:
     """What follows from the rows: parts of the loop, what was computed before, notes."""
     ours = [row for row in case["rows"] if row["side"] == "fedfm"]
     out = []
@@ -103,7 +103,7 @@ def found(case: Case) -> list[str]:
             + " and ".join(f"{gb:.2f} GB ({base})" for base, gb in case["planned, GB"].items())
             + "."
         )
-    return [wrapped(text) for text in [" ".join(out)] * bool(out) + list(case.get("notes", []))]
+    return [wrap_lines(text) for text in [" ".join(out)] * bool(out) + list(case.get("notes", []))]
 
 
 def _loops(case: Case) -> list[Case]:

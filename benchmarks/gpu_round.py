@@ -86,7 +86,7 @@ RANK, RATE = 16, 2e-4
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def prepared(folder: Path, case: Case, device: str) -> None:
+def write_inputs(folder: Path, case: Case, device: str) -> None:
     """Write the model in bfloat16, its tokenizer and the rows."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -268,7 +268,7 @@ def one(side: str, base: str, folder: Path, case: Case, device: str) -> dict[str
     return found | {"gb": gb}
 
 
-def planned(case: Case, base: str) -> float:
+def planned_gigabytes(case: Case, base: str) -> float:
     """GB at the peak as docs/how-to/large-models.md computes them."""
     from transformers import LlamaConfig
 
@@ -307,19 +307,19 @@ def main() -> None:
     for name in ["small"] if options.quick else options.only:
         case, rows = CASES[name], []
         with tempfile.TemporaryDirectory(prefix="fedfm-bench-") as folder:
-            prepared(Path(folder), case, options.device)
+            write_inputs(Path(folder), case, options.device)
             for base in (base for base in case.bases if base in options.bases):
                 sides = [side for side in case.sides if side != "FlowerTune" or not options.without_flowertune]
-                found = {side: measured(name, side, base, folder, options.device) for side in sides}
-                rows += [{"base": base, "side": side, **shown(f)} for side, f in found.items()]
-                goals += wanted(f"{name}, {base}", found["fedfm"], found["TRL loop"], planned(case, base))
+                found = {side: measure_side(name, side, base, folder, options.device) for side in sides}
+                rows += [{"base": base, "side": side, **table_row(f)} for side, f in found.items()]
+                goals += goals_for(f"{name}, {base}", found["fedfm"], found["TRL loop"], planned_gigabytes(case, base))
         title = (
             f"{name}: {case.clients} clients of {case.rows} rows of {case.length} tokens a round, batch {case.batch}, "
             f"{case.micro} rows at once"
         )
         tables.append({"title": title, "rows": rows})
         if options.out is not None:
-            keep(options.out, name, rows, {base: planned(case, base) for base in case.bases})
+            keep(options.out, name, rows, {base: planned_gigabytes(case, base) for base in case.bases})
     common.emit("Federated LoRA of large language models on one GPU", tables, goals)
 
 
@@ -340,12 +340,12 @@ def keep(out: Path, name: str, rows: list[dict[str, Any]], gb: dict[str, float])
     out.write_text(page(kept))
 
 
-def measured(name: str, side: str, base: str, folder: str, device: str) -> dict[str, Any]:
+def measure_side(name: str, side: str, base: str, folder: str, device: str) -> dict[str, Any]:
     """One side in a process of its own."""
     return common.child(__file__, "--one", name, side, base, folder, "--device", device, limit=1200)
 
 
-def wanted(of: str, ours: dict[str, Any], loop: dict[str, Any], computed: float) -> list[dict[str, Any]]:
+def goals_for(of: str, ours: dict[str, Any], loop: dict[str, Any], computed: float) -> list[dict[str, Any]]:
     """Goals: not slower and not larger than the loop by more than a tenth, nor larger than what is computed before."""
     seconds = statistics.median(ours["seconds"]) / statistics.median(loop["seconds"])
     return [
@@ -355,7 +355,7 @@ def wanted(of: str, ours: dict[str, Any], loop: dict[str, Any], computed: float)
     ]
 
 
-def shown(found: dict[str, Any]) -> dict[str, Any]:
+def table_row(found: dict[str, Any]) -> dict[str, Any]:
     """The figures of one side, as a row of the table."""
     seconds = {
         "median": statistics.median(found["seconds"]),

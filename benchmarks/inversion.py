@@ -64,7 +64,7 @@ def experiment(data: dict[str, Any], model: str, mixture: dict[str, Any]) -> dic
     return found | ({"privacy": mixture["privacy"]} if "privacy" in mixture else {})
 
 
-def shown(value: Any, low: Any, high: Any) -> str:
+def format_interval(value: Any, low: Any, high: Any) -> str:
     return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
@@ -89,7 +89,7 @@ def main() -> None:
                 tops = [f.detail[of]["ssim"] for of in ("all", "attacker", "oracle", "baseline_oracle")]
                 rows = f"{100 * rate.estimate:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}], {rate.verdict}"
                 print(
-                    f"| {label} | {message} | {name} | {shown(f.estimate, f.low, f.high)} | {f.bound:.3f} "
+                    f"| {label} | {message} | {name} | {format_interval(f.estimate, f.low, f.high)} | {f.bound:.3f} "
                     f"| {f.verdict if name != 'raw features' else ''} | {' | '.join(f'{x:.3f}' for x in tops)} "
                     f"| {rows if name == 'draws' else ''} |",
                     flush=True,

@@ -70,7 +70,7 @@ def skeleton(config: Any, spec: AdaptationSpec, dtype: torch.dtype) -> tuple[nn.
     return adaptation.apply(module, spec, parts, new=[], task=tasks.find("language_modelling"), seed=0), parts
 
 
-def imagined(module: nn.Module) -> None:
+def move_to_fake_cpu(module: nn.Module) -> None:
     """Put it on a CPU, still without numbers; in FakeTensorMode."""
     for part in module.modules():
         for name, p in list(part.named_parameters(recurse=False)):
@@ -87,7 +87,7 @@ def kept_by_a_block(module: Any, parts: families.Parts, shape: tuple[int, int, i
     half = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
     with FakeTensorMode():
         for part in (block, turn):
-            imagined(part)
+            move_to_fake_cpu(part)
         own = {p.untyped_storage()._cdata for p in block.parameters()}
         places = torch.arange(shape[1])[None]
         x = torch.empty(shape, dtype=dtype, requires_grad=True)

@@ -72,7 +72,7 @@ def minilm(layers: int | None) -> tuple[Model, Callable[[int], Rows]]:
     labels = torch.tensor([names.index(row["label_name"]) for row in rows])
     order = seeds.generator(0, "benchmark").permutation(len(rows))
     everything = Rows(tokens=tuple(tokens), labels=labels, pad=int(model.tools.tokenizer.pad_token_id))
-    return model, dealt(everything, order)
+    return model, deal(everything, order)
 
 
 def vision(name: str, layers: int | None, limit: int) -> tuple[Model, Callable[[int], Rows]]:
@@ -94,10 +94,10 @@ def vision(name: str, layers: int | None, limit: int) -> tuple[Model, Callable[[
     rows = Rows(
         {"pixel_values": pixels(pictures[order], model.tools.image)}, labels=torch.from_numpy(y[order].astype(np.int64))
     )
-    return model, dealt(rows, np.arange(len(rows)))
+    return model, deal(rows, np.arange(len(rows)))
 
 
-def dealt(rows: Rows, order: np.ndarray) -> Callable[[int], Any]:
+def deal(rows: Rows, order: np.ndarray) -> Callable[[int], Any]:
     """Number of clients -> their rows."""
     return lambda clients: [rows.take(part) for part in np.array_split(order, clients)]
 
@@ -151,12 +151,12 @@ class Products:
     def write_down(self, jobs: Sequence[Job]) -> None:
         op = linear._pointwise()
 
-        def seen(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+        def record(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
             self._seen.append((op, tuple(x.shape), x.dtype, weight, bias))
             return op(x, weight, bias, *rest)  # type: ignore[misc]
 
         self._seen = []
-        known, linear._pointwise = linear._pointwise, lambda: seen  # type: ignore[assignment]
+        known, linear._pointwise = linear._pointwise, lambda: record  # type: ignore[assignment]
         try:
             self._train(jobs)
         finally:

@@ -68,7 +68,7 @@ def part(options: Any) -> None:
     print(json.dumps(row | {"run directory MB": sum(size.values())} | files))
 
 
-def carried(options: Any) -> None:
+def run_on_folder_engine(options: Any) -> None:
     """One run on the folder engine, with its silos in a thread of this process."""
     import fedfm
     from fedfm.privacy.crypto import keys
@@ -139,14 +139,14 @@ def main() -> None:
         silos={"type": int},
     )
     if options.silos:
-        carried(options)
+        run_on_folder_engine(options)
         return
     if options.clients:
         part(options)
         return
     folder, script = common.scratch(), str(Path(__file__).resolve())
 
-    def measured(clients: int, path: Path, *more: str) -> dict[str, Any]:
+    def measure(clients: int, path: Path, *more: str) -> dict[str, Any]:
         out = str(folder / f"run-{clients}{len(more)}")
         found = common.child(script, "--clients", str(clients), "--path", str(path), "--out", out, *more, limit=3600)
         return {"clients": clients, "scores of": "all" if more else COHORT} | found
@@ -154,9 +154,9 @@ def main() -> None:
     table = []
     for clients in CLIENTS[:2] if options.quick else CLIENTS:
         path = rows(folder / f"{clients}.npz", clients)
-        table.append(measured(clients, path))
+        table.append(measure(clients, path))
         if clients <= GOAL:
-            table.append(measured(clients, path, "--everybody"))
+            table.append(measure(clients, path, "--everybody"))
         path.unlink()
     goals = []
     for row in table:

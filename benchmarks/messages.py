@@ -67,7 +67,7 @@ def federation(count: int, wire: bool = False) -> tuple[Echo, Federation]:
 
 
 @contextmanager
-def unscanned() -> Any:
+def without_scan() -> Any:
     """Without the scan for NaN, infinity and absurd sizes; for measuring what it costs."""
     scan, Params.within = Params.within, lambda self, most: True  # type: ignore[method-assign]
     try:
@@ -133,7 +133,7 @@ def main() -> None:
     big = Params({"w": torch.randn(MILLION)})
 
     def plain(w: Params | None) -> None:
-        with unscanned():
+        with without_scan():
             exchange(method, fed, w)
 
     names = ("nothing", "a million floats, without values check", "a million floats")

@@ -78,7 +78,7 @@ def tables(base: str, seed: int, rounds: int, rows: Path) -> dict[str, Any]:
     }
 
 
-def frozen(base: str, rows: Path) -> tuple[float, float]:
+def frozen_megabytes(base: str, rows: Path) -> tuple[float, float]:
     """MB of the frozen tensors, and of the linear maps in the blocks alone."""
     from fedfm.config.experiment import Experiment
     from fedfm.runtime.population import populate
@@ -107,7 +107,7 @@ def main() -> None:
     for base in dict.fromkeys((REFERENCE, *options.bases)):
         runs = [fedfm.run(tables(base, seed, rounds, table), folder / f"{base}-{seed}") for seed in seeds]
         found[base] = [100 * run["accuracy"] for run in runs]
-        whole, maps = frozen(base, table)
+        whole, maps = frozen_megabytes(base, table)
         apart = [a - b for a, b in zip(found[base], found[REFERENCE], strict=True)]
         row = {
             "base": base,

@@ -47,7 +47,7 @@ GOALS = {  # case -> times the plain loop's CPU seconds and peak, at most
 }
 
 
-def prepared(folder: Path, size: dict[str, Any], device: str) -> None:
+def write_inputs(folder: Path, size: dict[str, Any], device: str) -> None:
     """Write model, tokenizer and rows."""
     import random
 
@@ -241,7 +241,7 @@ def main() -> None:
     if options.device == "cuda" and (why := common.no_gpu()):
         common.skip(why)
     folder, turns, rows, goals = common.scratch(), 1 if options.quick else options.turns, [], []
-    prepared(folder, SIZES["quick" if options.quick else options.device], options.device)
+    write_inputs(folder, SIZES["quick" if options.quick else options.device], options.device)
     clock = "CPU s" if options.device == "cpu" else "s"
     for case in options.only:
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}

@@ -123,7 +123,7 @@ def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         for cpu in sorted(found):
             if len(found) > 1:
                 parts.append(f"### On {cpu}")
-            parts += measured(found[cpu])
+            parts += result_lines(found[cpu])
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)) + "\n"
 
 
@@ -140,7 +140,7 @@ def goals(results: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]
     return list(rows.values())
 
 
-def measured(result: dict[str, Any]) -> list[str]:
+def result_lines(result: dict[str, Any]) -> list[str]:
     """Tables, notes, and what it was measured on."""
     if "skipped" in result:
         return [f"Not measured: {result['skipped']}"]

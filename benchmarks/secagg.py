@@ -125,7 +125,7 @@ class Ours:
         n = len(self.link.clients)
         return mean, sum(self.link.seconds.values()) / n, sum(self.link.bytes.values()) // n
 
-    def renewed(self) -> tuple[Params, float, int]:
+    def sum_with_new_keys(self) -> tuple[Params, float, int]:
         """The same with keys that are agreed anew."""
         self.fed.process_memory.clear()
         return self.sum()
@@ -159,7 +159,7 @@ def flowers(updates: Mapping[str, Update]) -> tuple[np.ndarray, float, int]:
     states = {i: theirs.SecAggPlusState() for i in range(n)}
     spent = 0.0
 
-    def timed(fn: Callable[..., Any], *what: Any) -> Any:
+    def measure(fn: Callable[..., Any], *what: Any) -> Any:
         nonlocal spent
         start = time.perf_counter()
         found = fn(*what)
@@ -169,23 +169,23 @@ def flowers(updates: Mapping[str, Update]) -> tuple[np.ndarray, float, int]:
     published = {}
     for i, state in states.items():
         state.nid = i
-        found = timed(theirs._setup, state, settings)
+        found = measure(theirs._setup, state, settings)
         published[str(i)] = (found[Key.PUBLIC_KEY_1], found[Key.PUBLIC_KEY_2])
     inbox: dict[int, list[tuple[int, bytes]]] = {i: [] for i in states}
     for i, state in states.items():
-        found = timed(theirs._share_keys, state, published)
+        found = measure(theirs._share_keys, state, published)
         for to, text in zip(found[Key.DESTINATION_LIST], found[Key.CIPHERTEXT_LIST], strict=True):
             inbox[to].append((i, text))
     vectors, sent = [], 0
     for (i, state), update in zip(states.items(), updates.values(), strict=True):
         mail = {Key.SOURCE_LIST: [s for s, _ in inbox[i]], Key.CIPHERTEXT_LIST: [c for _, c in inbox[i]]}
         parameters = ndarrays_to_parameters([update.delta["w"].numpy()])
-        found = timed(theirs._collect_masked_vectors, state, mail, int(update.weight), parameters)
+        found = measure(theirs._collect_masked_vectors, state, mail, int(update.weight), parameters)
         sent += sum(map(len, found[Key.MASKED_PARAMETERS]))
         vectors.append([np.load(io.BytesIO(x)) for x in found[Key.MASKED_PARAMETERS]])
     shares: dict[int, list[bytes]] = {i: [] for i in states}
     for state in states.values():
-        found = timed(theirs._unmask, state, {Key.ACTIVE_NODE_ID_LIST: list(states), Key.DEAD_NODE_ID_LIST: []})
+        found = measure(theirs._unmask, state, {Key.ACTIVE_NODE_ID_LIST: list(states), Key.DEAD_NODE_ID_LIST: []})
         for of, share in zip(found[Key.NODE_ID_LIST], found[Key.SHARE_LIST], strict=True):
             shares[of].append(share)
     total = vectors[0]
@@ -216,7 +216,7 @@ def main() -> None:
     wide = Ours(updates, Secure())
     kinds: dict[str, Callable[[], Any]] = {
         "plain aggregation": plain.sum,
-        "fedfm, first sum": masked.renewed,
+        "fedfm, first sum": masked.sum_with_new_keys,
         "fedfm, later sums": masked.sum,
         "fedfm, 64 bits, later sums": wide.sum,
         "Flower's SecAgg+": lambda: flowers(updates),
@@ -242,7 +242,7 @@ def main() -> None:
     scaling = []
     for n in (5, 20, 50) if options.quick else (5, 20, 100, 300, 1000):
         ours = Ours(updates_of(n, 10_000), SETTINGS)
-        _, first, sent = ours.renewed()
+        _, first, sent = ours.sum_with_new_keys()
         _, later, sent_later = min((ours.sum() for _ in range(3)), key=lambda found: found[1])
         row = {"clients": n, "neighbours": degree(0, n), "first, ms a client": 1000 * first, "kB": sent / 1e3}
         scaling.append(row | {"later, ms a client": 1000 * later, "later kB": sent_later / 1e3})

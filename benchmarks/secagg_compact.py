@@ -55,7 +55,7 @@ def error(bits: int, bound: float, n: int, size: float) -> float:
     return FixedPoint(bits, bound, n).step * math.sqrt(n / 12) / size
 
 
-def serving(n: int, size: float) -> float:
+def largest_power(n: int, size: float) -> float:
     """The largest power of two up to which ``compact`` is off by a millionth at most."""
     bound = 2.0**40
     while error(32, bound, n, size) > MILLIONTH:
@@ -79,7 +79,7 @@ def main() -> None:
             found = rounds_of(Path(folder) / str(at))
             first = found[0][1]
             least = max(most for _, most, _ in found)
-            most = min(serving(n, size) for n, _, size in found)
+            most = min(largest_power(n, size) for n, _, size in found)
             rows.append(
                 {
                     "updates": name,

@@ -131,17 +131,17 @@ def sums(numbers: Sequence[int], seeds: int) -> list[dict[str, Any]]:
         for drops, seed in itertools.product(range(most + 1), range(seeds)):
             if drops and n - drops < 3 and message in ("keys", "share"):
                 continue  # two clients agree on no keys
-            case, alive = dropping(n, threshold, message, drops, seed)
+            case, alive = case_with_dropouts(n, threshold, message, drops, seed)
             cases, exact = cases + 1, exact + case.exact(alive)
         beyond = n - 2 if message == "keys" else most + 1  # who is not there at the first message is not counted on
         for seed in range(seeds):
-            below, ended = below + 1, ended + orderly(*dropping(n, threshold, message, beyond, seed))
+            below, ended = below + 1, ended + orderly(*case_with_dropouts(n, threshold, message, beyond, seed))
         row = {"clients": n, "threshold": threshold, "t": least, "message": message}
         rows.append(row | {"cases": cases, "exact": exact, "below": below, "ended": ended})
     return rows
 
 
-def dropping(n: int, threshold: float, message: str, drops: int, seed: int) -> tuple[Case, set[str]]:
+def case_with_dropouts(n: int, threshold: float, message: str, drops: int, seed: int) -> tuple[Case, set[str]]:
     """A case with dropouts at a message, and whose sum the next one is; requests are lost, with odd seeds replies."""
     case = Case(n, seed, threshold)
     rng = np.random.default_rng([n, seed, drops, [*MESSAGES].index(message)])
@@ -200,7 +200,7 @@ def middle_of(case: Case) -> None:
     case.link.change = change
 
 
-def replayed(case: Case) -> None:
+def replay_keys(case: Case) -> None:
     """The server shows everybody the others' keys of an earlier agreement."""
     case.sum()
     old = next(r.payload["published"] for r in case.link.sent if r.handler.endswith("_share"))
@@ -305,7 +305,7 @@ def minimum(case: Case) -> None:
     case.link.late["give"] = {case.names[1]}
 
 
-def rostered(case: Case) -> None:
+def stand_between_with_rosters(case: Case) -> None:
     """The server is in the middle from the first message on; silos have a roster."""
     private = {name: keys.entropy(32) for name in case.names}
     for name, client in case.link.of.items():
@@ -316,8 +316,8 @@ def rostered(case: Case) -> None:
 
 ATTACKS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "server in the middle, after a first agreement": (middle, ("c00 has another identity than before",)),
-    "server in the middle, with rosters": (rostered, ("the server shows a key of c00",)),
-    "replayed keys": (replayed, ("did not sign its keys for this agreement",)),
+    "server in the middle, with rosters": (stand_between_with_rosters, ("the server shows a key of c00",)),
+    "replayed keys": (replay_keys, ("did not sign its keys for this agreement",)),
     "seeds dealt again": (seeds_again, ("shares of seeds again",)),
     "two lists of survivors": (
         views,
@@ -357,7 +357,7 @@ def attacks(numbers: Sequence[int], seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def masked(runs: int, secure: Secure) -> dict[str, Any]:
+def mask_statistics(runs: int, secure: Secure) -> dict[str, Any]:
     """p-values of the bytes of masked zeros and of their differences, and equal words of two vectors."""
     found = []
     for seed in range(runs):
@@ -379,7 +379,7 @@ def masked(runs: int, secure: Secure) -> dict[str, Any]:
     return table | {"pairs of words": words, "equal": equal, "p, equal": float(stats.poisson.sf(equal - 1, expected))}
 
 
-def shown(exact: list[dict[str, Any]], did: str, of: str) -> list[dict[str, Any]]:
+def drop_table(exact: list[dict[str, Any]], did: str, of: str) -> list[dict[str, Any]]:
     """A row a number of clients and a threshold, a column a message."""
     rows: dict[tuple[int, float], dict[str, Any]] = {}
     for row in exact:
@@ -396,13 +396,16 @@ def main() -> None:
     exact = sums(numbers, seeds)
     found = attacks(numbers, seeds)
     runs = 4 if options.quick else 40
-    kinds = [masked(runs, Secure()), masked(runs, Secure(compact=True, bound=1e6))]
+    kinds = [mask_statistics(runs, Secure()), mask_statistics(runs, Secure(compact=True, bound=1e6))]
     total = {key: sum(row[key] for row in exact) for key in ("cases", "exact", "below", "ended")}
     tries, refused = (sum(row[key] for row in found) for key in ("cases", "with the reason"))
     stopped = sum(row["no sum"] for row in found)
     tables = [
-        {"title": "Exact sums with up to n - t dropouts at a message", "rows": shown(exact, "exact", "cases")},
-        {"title": "Errors that count the clients, with one dropout more", "rows": shown(exact, "ended", "below")},
+        {"title": "Exact sums with up to n - t dropouts at a message", "rows": drop_table(exact, "exact", "cases")},
+        {
+            "title": "Errors that count the clients, with one dropout more",
+            "rows": drop_table(exact, "ended", "below"),
+        },
         {"title": "Attacks, threshold 0.5", "rows": found},
         {"title": "Masked zeros", "rows": kinds},
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import common
-from run import measured
+from run import result_lines
 
 INTRODUCTION = """# Secure aggregation under dropouts and attacks
 
@@ -32,4 +32,4 @@ def page(result: dict[str, Any]) -> str:
         for g in result["goals"]
     ]
     parts = [INTRODUCTION.format(command=result["command"]).strip(), "Goals:\n\n" + common.markdown(rows)]
-    return "\n\n".join([*parts, *measured(result)]) + "\n"
+    return "\n\n".join([*parts, *result_lines(result)]) + "\n"

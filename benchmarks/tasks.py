@@ -116,7 +116,7 @@ def vision(folder: Path) -> Path:
     return folder
 
 
-def masked(folder: Path, rng: np.random.Generator) -> Path:
+def write_masks(folder: Path, rng: np.random.Generator) -> Path:
     """Noisy pictures with a bright square each, next to masks of its pixels."""
     from PIL import Image
 
@@ -262,7 +262,7 @@ ENTRIES: dict[str, Entry] = {
         model=sequences,
     ),
     "segmentation": Entry(
-        file=masked,
+        file=write_masks,
         labels=lambda batch: batch["targets"].long(),
         auto="SemanticSegmentation",
         learning_rate=6e-5,  # the paper's; batch norm and AdamW enlarge differences of rounding
@@ -402,10 +402,10 @@ class InOrder:
 
 def _collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """A batch, padded to its longest row."""
-    return {key: _padded([example[key] for example in examples], -100 if key == "labels" else 0) for key in examples[0]}
+    return {key: _pad([example[key] for example in examples], -100 if key == "labels" else 0) for key in examples[0]}
 
 
-def _padded(values: Sequence[Tensor], with_: int) -> Tensor:
+def _pad(values: Sequence[Tensor], with_: int) -> Tensor:
     if values[0].dim() != 1 or len({len(value) for value in values}) == 1:
         return torch.stack([*values])
     return nn.utils.rnn.pad_sequence([*values], batch_first=True, padding_value=with_)
@@ -415,12 +415,12 @@ def losses(ready: Ready) -> Iterator[tuple[float, float]]:
     """The losses of each step, of fedfm and of the Trainer."""
     mine, known = list[float](), ready.model.loss
 
-    def noted(batch: Batch) -> Tensor:
+    def record_loss(batch: Batch) -> Tensor:
         found = known(batch)
         mine.append(float(found.detach()))
         return found
 
-    ready.model.loss = noted  # type: ignore[method-assign]
+    ready.model.loss = record_loss  # type: ignore[method-assign]
     ready.ours()
     del ready.model.loss
     trainer = ready.trainer(logs=True)

@@ -68,7 +68,7 @@ def experiment(rows: Path, case: dict[str, Any], rounds: int) -> dict[str, Any]:
     return found | ({"privacy": case["privacy"]} if "privacy" in case else {})
 
 
-def shown(finding: Any) -> str:
+def brief(finding: Any) -> str:
     low, high = (100 * value for value in (finding.low, finding.high))
     return f"{100 * finding.estimate:.1f} [{low:.1f}, {high:.1f}], {finding.verdict}"
 
@@ -89,7 +89,7 @@ def main() -> None:
         canaries, rate = fedfm.audit(folder / str(i), ATTACKS)
         by_copies, held = canaries.detail["by_copies"], rate.detail["by_tokens"]["10"]["held_out_rows"]
         exposures = ", ".join(f"{of['exposure']:.2f}" for of in by_copies.values())
-        print(f"| {label} | {result['perplexity']:.1f} | {shown(canaries)} | {exposures} | {shown(rate)} "
+        print(f"| {label} | {result['perplexity']:.1f} | {brief(canaries)} | {exposures} | {brief(rate)} "
               f"| {100 * held['written'] / held['rows']:.1f} |", flush=True)  # fmt: skip
         figures = {"perplexity": result["perplexity"], "epsilon": result["epsilon"]}
         found[label] = figures | {f.name: f.to_dict() for f in (canaries, rate)}

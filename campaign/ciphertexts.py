@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gate import Gate, Outcome, scaled
+from gate import Gate, Outcome, scale_tries
 
 from fedfm.encrypted.ckks import seal
 from fedfm.encrypted.ckks.refresh import least_limbs
@@ -42,13 +42,13 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
         return True
 
     found.require(arrives(bytes(message)), "the message that nobody changed is refused")
-    for bit in rng.integers(0, 8 * len(message), scaled(FLIPS, size)):
+    for bit in rng.integers(0, 8 * len(message), scale_tries(FLIPS, size)):
         message[bit // 8] ^= 1 << bit % 8
         found.require(not arrives(bytes(message)), f"bit {bit} is flipped, and the message is taken")
         message[bit // 8] ^= 1 << bit % 8
         found.count("flipped bits")
     whole = bytes(message)
-    for _ in range(scaled(OTHERS, size)):
+    for _ in range(scale_tries(OTHERS, size)):
         a, b = sorted(rng.integers(0, len(whole), 2))
         for name, data in {
             "cut": whole[:a],

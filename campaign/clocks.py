@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gate import Gate, Outcome, scaled
+from gate import Gate, Outcome, scale_tries
 
 import processes
 from processes import begin, experiment, fedfm, rounds, same, until
@@ -29,7 +29,7 @@ def library(folder: Path) -> Path:
     return made
 
 
-def shifted(library: Path, file: Path) -> dict[str, str]:
+def shifted_environment(library: Path, file: Path) -> dict[str, str]:
     """The environment of processes whose clock is off by the seconds that the file says."""
     return {"LD_PRELOAD": str(library), "CAMPAIGN_CLOCK": str(file)}
 
@@ -40,7 +40,7 @@ def one_process(folder: Path, found: Outcome, times: int) -> None:
     alone, clock = fedfm("run", exp, "--out", folder / "alone"), folder / "clock"
     clock.write_text("0")
     environment = dict(processes.ENV)
-    processes.ENV.update(shifted(library(folder), clock))
+    processes.ENV.update(shifted_environment(library(folder), clock))
     try:
         for number in range(times):
             out = folder / f"jumps-{number}"
@@ -76,7 +76,7 @@ def federation(folder: Path, found: Outcome, alone_at: str | None) -> None:
         alone = fedfm("run", at.alone, "--out", folder / "local")
         environment = dict(processes.ENV)
         for name in ("server", *kits.SILOS):
-            processes.ENV.update(shifted(made, clock) if alone_at in (None, name) else {})
+            processes.ENV.update(shifted_environment(made, clock) if alone_at in (None, name) else {})
             at.start(name)
             processes.ENV.clear()
             processes.ENV.update(environment)
@@ -103,7 +103,7 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
         return Outcome(skipped="there is no C compiler")
     found = Outcome()
     progress("local engine")
-    one_process(folder, found, scaled(10, size))
+    one_process(folder, found, scale_tries(10, size))
     for number, alone_at in enumerate((None, "hospital-b")):
         progress(f"federation: {alone_at or 'all clocks'}")
         place = folder / f"kits-{number}"

@@ -57,6 +57,6 @@ class Gate:
     attempt: Callable[[float, Path, Callable[[str], None]], Outcome]
 
 
-def scaled(full: int, size: float, least: int = 1) -> int:
+def scale_tries(full: int, size: float, least: int = 1) -> int:
     """A number of tries at this share of the full size."""
     return max(least, round(full * size))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import test_hostile_tries as tries
-from gate import ROOT, Gate, Outcome, scaled
+from gate import ROOT, Gate, Outcome, scale_tries
 
 from fedfm.core.wire import flower_records, payload
 
@@ -41,7 +41,7 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
             except AssertionError as error:
                 found.failures.append(f"{family.__name__}: {str(error)[:300]}")
             found.count("tries", silo.tries - before)
-        changed(silo, start, scaled(RANDOM, size), found)
+        try_random_changes(silo, start, scale_tries(RANDOM, size), found)
     lists = (tries.CODE, tries.HEADS, tries.bombs(), tries.CHANGED, tries.KINDS, tries.NAMES)
     found.count("ideas", sum(map(len, lists)) + len(tries.PATHS) - len(tries.CODE))
     progress("scripts of servers that ask and cheat")
@@ -66,7 +66,7 @@ def scripts(found: Outcome) -> None:
     found.count("ideas", int(passed[1]) if passed else 0)
 
 
-def changed(silo: tries.Silo, start: object, times: int, found: Outcome) -> None:
+def try_random_changes(silo: tries.Silo, start: object, times: int, found: Outcome) -> None:
     """Well-formed messages, changed at random."""
     rng = random.Random(1)
     head, pieces = payload.encode({"round": 1, "call": 1, "body": {"w": start}})

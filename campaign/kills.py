@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gate import Gate, Outcome, scaled
+from gate import Gate, Outcome, scale_tries
 
 import fedfm as library
 from every_method import experiment_of
@@ -120,7 +120,7 @@ def damage(path: Path, rng: random.Random) -> bytes:
     return digest(path)
 
 
-def killed(name: str, kills: int, damaged: int, folder: Path, found: Outcome, rng: random.Random) -> None:
+def kill_runs(name: str, kills: int, damaged: int, folder: Path, found: Outcome, rng: random.Random) -> None:
     """Kill runs of one method ``kills`` times, and check that each resumed run loses nothing.
 
     Half of the kills come at any moment, the others soon after a round is committed, so that a run gets on. The newest
@@ -194,8 +194,8 @@ def compare(name: str, result: Mapping[str, Any], alone: Mapping[str, Any], foun
     found.require(not differing, f"{name}: other {', '.join(differing)} than the run that was left alone")
 
 
-def on_flower(kills: int, folder: Path, found: Outcome, rng: random.Random, progress: Callable[[str], None]) -> None:
-    """Kill processes of a federation of kits ``kills`` times, and check that its runs have the bits of undisturbed ones."""
+def kill_kits(kills: int, folder: Path, found: Outcome, rng: random.Random, progress: Callable[[str], None]) -> None:
+    """Kill processes of a federation of kits ``kills`` times; its runs must have the bits of undisturbed ones."""
     from kit_sites import SILOS, bits, sites
 
     while kills > 0:
@@ -267,9 +267,16 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     for name in METHODS:
         progress(name)
         place = folder / name.replace(", ", "-").replace(" ", "-")
-        killed(name, scaled(KILLS // len(METHODS), size), scaled(DAMAGED // len(METHODS), size), place, found, rng)
+        kill_runs(
+            name,
+            scale_tries(KILLS // len(METHODS), size),
+            scale_tries(DAMAGED // len(METHODS), size),
+            place,
+            found,
+            rng,
+        )
         shutil.rmtree(place, ignore_errors=True)
-    on_flower(scaled(FLOWER, size), folder, found, rng, progress)
+    kill_kits(scale_tries(FLOWER, size), folder, found, rng, progress)
     return found
 
 

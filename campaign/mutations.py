@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fuzzing
 import torch
-from gate import Gate, Outcome, scaled
+from gate import Gate, Outcome, scale_tries
 
 MUTATIONS = 5_000_000  # for all types together
 BLOCK = 20_000
@@ -19,7 +19,7 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     """Damage messages of every type in turn."""
     torch.set_num_threads(1)
     found, kinds = Outcome(), fuzzing.kinds()
-    each = scaled(MUTATIONS // len(kinds), size)
+    each = scale_tries(MUTATIONS // len(kinds), size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     longest, slowest, accepted = 0.0, "", 0
     for name, kind in kinds.items():

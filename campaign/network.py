@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gate import Gate, Outcome, scaled
+from gate import Gate, Outcome, scale_tries
 
 from kit_sites import Relay, bits, reset, sites
 from processes import fedfm
@@ -58,7 +58,7 @@ class Cutter(Relay):
 
 def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
     """Federations of kits behind the relay, until there were enough cuts."""
-    found, wanted, number = Outcome(), scaled(CUTS, size), 0
+    found, wanted, number = Outcome(), scale_tries(CUTS, size), 0
     while wanted > 0 and number < 10:
         number += 1
         (place := folder / str(number)).mkdir()

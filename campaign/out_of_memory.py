@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gate import ROOT, Gate, Outcome, scaled
+from gate import ROOT, Gate, Outcome, scale_tries
 
 import processes
 from processes import experiment
@@ -24,7 +24,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[Path | None]:
+def memory_limit() -> Iterator[Path | None]:
     """A control group of so much memory; None: there can be none."""
     for folder, limits in (
         (GROUPS / "memory/fedfm-campaign", ("memory.limit_in_bytes",)),
@@ -58,10 +58,10 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     path = os.pathsep.join([str(ROOT / "campaign"), processes.ENV.get("PYTHONPATH", "")])
     try:
         processes.ENV["PYTHONPATH"] = path
-        with limited() as group:
+        with memory_limit() as group:
             if group is None:
                 return Outcome(skipped="no control group can be made here: that takes root")
-            for number in range(scaled(5, size)):
+            for number in range(scale_tries(5, size)):
                 progress(f"run {number + 1}")
                 place = folder / str(number)
                 place.mkdir()

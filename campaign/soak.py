@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gate import Gate, Outcome, scaled
+from gate import Gate, Outcome, scale_tries
 
 import fedfm
 from small import experiment
@@ -36,7 +36,7 @@ def usage() -> tuple[int, int, int]:
 def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
     """Run it, and compare the last rounds with the first hundred."""
     torch.set_num_threads(1)
-    found, rounds = Outcome(), scaled(ROUNDS, size, least=40)
+    found, rounds = Outcome(), scale_tries(ROUNDS, size, least=40)
     folder.mkdir(exist_ok=True)
     method = {"name": "flaky:Flaky", "rounds": rounds, "fraction": 1.0}
     tables = experiment(folder, method=method, run={"workers": 1, "min_clients": 1})

@@ -36,9 +36,9 @@ def experiment() -> Schema:
     """The schema of an experiment, as :meth:`Experiment.from_dict` takes it."""
     usual = {"methods": "", "attacks": "", "aggregation": "mean", "optimisers": "sgd"}
     kinds = {kind: {name: resolve(kind, name) for name in ours(kind)} for kind in usual}
-    defs = {kind: named(classes, usual[kind], open=kind != "optimisers") for kind, classes in kinds.items()}
+    defs = {kind: variants_by_name(classes, usual[kind], open=kind != "optimisers") for kind, classes in kinds.items()}
     averaging = {name: cls for name, cls in kinds["methods"].items() if issubclass(cls, FedAvg)}
-    defs["base"] = named(averaging, "fedavg", open=True)
+    defs["base"] = variants_by_name(averaging, "fedavg", open=True)
     tables = {"name": _NAME, "data": table(DataSpec), "model": table(ModelSpec), "method": _ref("methods")}
     tables |= {"attack": _ref("attacks"), "aggregation": _ref("aggregation"), "privacy": _privacy()}
     made = document("an experiment of fedfm", tables | {"run": table(RunSpec)}, ("data", "method"), defs)
@@ -91,7 +91,7 @@ def table(cls: type) -> Schema:
     return made | {"additionalProperties": False}
 
 
-def named(classes: dict[str, type], usual: str, *, open: bool) -> Schema:
+def variants_by_name(classes: dict[str, type], usual: str, *, open: bool) -> Schema:
     """The schema of a table whose ``name`` is one of these classes' names.
 
     Args:

@@ -99,8 +99,8 @@ def pages() -> dict[Path, str]:
     """The index, and each page that follows from its JSON alone."""
     return {
         RESULTS / "index.md": index(),
-        RESULTS / "gpu.md": gpu_page.page(_kept("gpu")),
-        RESULTS / "secure-aggregation.md": secagg_page.page(_kept("secure-aggregation")),
+        RESULTS / "gpu.md": gpu_page.page(_results("gpu")),
+        RESULTS / "secure-aggregation.md": secagg_page.page(_results("secure-aggregation")),
     }
 
 
@@ -109,7 +109,7 @@ def pages() -> dict[Path, str]:
 
 def headlines() -> list[tuple[str, str, str]]:
     """What was measured, the figure, and the command."""
-    printed = dict(re.findall(r"^(fedavg\S*) +fedavg +(\S+)", "\n".join(_kept("demo")["printed"]), re.M))
+    printed = dict(re.findall(r"^(fedavg\S*) +fedavg +(\S+)", "\n".join(_results("demo")["printed"]), re.M))
     return [
         (
             "Built-in model, digits, 10 clients, Dirichlet(0.1), LoRA, 10 rounds of FedAvg: accuracy from pretrained "
@@ -121,12 +121,12 @@ def headlines() -> list[tuple[str, str, str]]:
             "One round of MiniLM LoRA (r = 8, AdamW, batch 16, 10 clients of 64 rows) against a hand-written PyTorch + "
             "PEFT loop, CPU time, one thread",
             _by_cpu(lambda cpu: "{:.1f} times faster; bf16 {:.1f}; in the last two layers {:.1f}".format(
-                *_measured("lora", cpu), *_measured("lora_last_layers", cpu))),
+                *_goal_values("lora", cpu), *_goal_values("lora_last_layers", cpu))),
             "python benchmarks/run.py --only lora lora_last_layers",
         ),
         (
             "The same against Flower's simulation as its examples are written, wall-clock time, two cores",
-            _by_cpu(lambda cpu: "{:.1f} times faster; bf16 {:.1f}".format(*_measured("flower_lora", cpu))),
+            _by_cpu(lambda cpu: "{:.1f} times faster; bf16 {:.1f}".format(*_goal_values("flower_lora", cpu))),
             "python benchmarks/run.py --only flower_lora",
         ),
         (
@@ -144,7 +144,7 @@ def headlines() -> list[tuple[str, str, str]]:
         ),
         (
             "FedBip, PACS features of a ViT-tiny, 24 clients of 14 rows, half of them with other class names, "
-            f"{len(_kept('fedbip')['vision']['rows']['fedbip.contradict'])} seeds, mean accuracy of the clients' "
+            f"{len(_results('fedbip')['vision']['rows']['fedbip.contradict'])} seeds, mean accuracy of the clients' "
             "models: FedBip; local; FedAvg with a last local pass, "
             "without; FedAMP; FedALA; FedAvg in each group",
             _fedbip(),
@@ -170,13 +170,13 @@ def headlines() -> list[tuple[str, str, str]]:
         (
             "Mixtures of many classes against scikit-learn's, one class after another, one thread, K = 1, 5, 10 "
             "(diagonal, 192 features)",
-            _by_cpu(lambda cpu: "{:.1f}, {:.1f}, {:.1f} times faster".format(*_measured("mixtures", cpu)[:3])),
+            _by_cpu(lambda cpu: "{:.1f}, {:.1f}, {:.1f} times faster".format(*_goal_values("mixtures", cpu)[:3])),
             "python benchmarks/run.py --only mixtures",
         ),
         (
             "One message to a client and back on the local engine, microseconds of CPU; with a million floats "
             "(the scan of the floats for NaN is extra)",
-            _by_cpu(lambda cpu: "{:.1f}; {:.1f}".format(*_measured("messages", cpu))),
+            _by_cpu(lambda cpu: "{:.1f}; {:.1f}".format(*_goal_values("messages", cpu))),
             "python benchmarks/run.py --only messages",
         ),
     ]  # fmt: skip
@@ -184,7 +184,7 @@ def headlines() -> list[tuple[str, str, str]]:
 
 def mean(page: str, table: str, row: str, key: str = "accuracy", scale: float = 0.01) -> float:
     """The mean of a figure over the seeds of a row."""
-    return scale * statistics.fmean(kept[key] for kept in _kept(page)[table]["rows"][row].values())
+    return scale * statistics.fmean(kept[key] for kept in _results(page)[table]["rows"][row].values())
 
 
 def _fedpft() -> str:
@@ -198,7 +198,7 @@ def _fedpft() -> str:
 
 
 def _extraction() -> str:
-    found = statistics.fmean(run["all"] for run in _kept("fedbaf-secrecy")["as printed"]["IID"])
+    found = statistics.fmean(run["all"] for run in _results("fedbaf-secrecy")["as printed"]["IID"])
     return f"{found:.0e}".replace("e-0", "e-")
 
 
@@ -216,15 +216,15 @@ def _fedbip() -> str:
 
 def _twin() -> tuple[int, float, float]:
     """Held-out pictures, the mean of the differences by their rows, and its standard error: independent sets."""
-    sets = [(p["rows"], p) for of in _kept("blindfed-twin").values() for kind, p in of.items() if kind in HELD_OUT]
+    sets = [(p["rows"], p) for of in _results("blindfed-twin").values() for kind, p in of.items() if kind in HELD_OUT]
     n = sum(rows for rows, _ in sets)
     error = sum((rows * p["error"]) ** 2 for rows, p in sets) ** 0.5 / n
     return n, abs(sum(rows * p["difference"] for rows, p in sets) / n), error
 
 
-def _measured(benchmark: str, cpu: str) -> list[float]:
+def _goal_values(benchmark: str, cpu: str) -> list[float]:
     """The measured values of a benchmark's goals, in the goals' order."""
-    return [goal["measured"] for goal in _kept("performance")[benchmark][cpu]["goals"]]
+    return [goal["measured"] for goal in _results("performance")[benchmark][cpu]["goals"]]
 
 
 def _by_cpu(say: Callable[[str], str]) -> str:
@@ -237,27 +237,27 @@ def _by_cpu(say: Callable[[str], str]) -> str:
 
 def _goals() -> str:
     """Each goal that a processor misses, with what the other one measured."""
-    rows = list(missed())
+    rows = list(missed_goals())
     processors = _processors()
     head = ("measurement", "goal", "wanted", *map(_short, processors))
     cells = [(name, goal, wanted, *(found.get(cpu, "-") for cpu in processors)) for name, goal, wanted, found in rows]
     gpu = [
         (f"gpu, {name}", goal["goal"], goal["wanted"], f"{goal['measured']:.3g}, {common.verdict(goal)}")
         for name in gpu_page.TITLES
-        for goal in gpu_page.goals(_kept("gpu").get(name, {"rows": []}))
+        for goal in gpu_page.goals(_results("gpu").get(name, {"rows": []}))
         if not goal["met"]
     ]
     count = f"{len(rows)} of {sum(1 for _ in _every_goal())}"
     said = f"{count} goals are missed on a processor, {len(gpu)} on a GPU; [all of speed](performance.md#goals)."
     parts = [said, "", _table(head, cells)]
     if gpu:
-        parts += [_table(("measurement", "goal", "wanted", _kept("gpu")["1B"]["machine"]["gpu"]), gpu)]
+        parts += [_table(("measurement", "goal", "wanted", _results("gpu")["1B"]["machine"]["gpu"]), gpu)]
     return "\n".join([*parts, WHY])
 
 
 def _every_goal() -> Iterator[tuple[str, str, str, dict[str, dict[str, Any]]]]:
     """Benchmark, goal, what is wanted, and the goal on each processor."""
-    for name, by_cpu in (_kept("performance") | {"secagg_gate": _gate()}).items():
+    for name, by_cpu in (_results("performance") | {"secagg_gate": _gate()}).items():
         found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
         for cpu, result in by_cpu.items():
             for goal in result.get("goals", []):
@@ -268,11 +268,11 @@ def _every_goal() -> Iterator[tuple[str, str, str, dict[str, dict[str, Any]]]]:
 
 def _gate() -> dict[str, Any]:
     """Secure aggregation's own page, as the other ones by processor."""
-    result = _kept("secure-aggregation")
+    result = _results("secure-aggregation")
     return {result["machine"]["cpu"]: result}
 
 
-def missed() -> Iterator[tuple[str, str, str, dict[str, str]]]:
+def missed_goals() -> Iterator[tuple[str, str, str, dict[str, str]]]:
     """Benchmark, goal, what is wanted, and what each processor measured: of goals that one of them misses."""
     for name, goal, wanted, of in _every_goal():
         if not all(found["met"] for found in of.values()):
@@ -299,7 +299,7 @@ def _claims() -> str:
             for c in checks
             if c["verdict"].startswith("does not hold")
         ]
-    parts = [gpu_page.wrapped(CLAIMS), "", _table((*HEADINGS, "no claims"), counts)]
+    parts = [gpu_page.wrap_lines(CLAIMS), "", _table((*HEADINGS, "no claims"), counts)]
     parts += ["Every claim that does not hold, in points:", "", _table(LINE, lines)]
     return "\n".join(parts)
 
@@ -320,22 +320,22 @@ LINE = ("page", "claim", "what", "bound", "measured", "seeds")
 
 def claims() -> dict[str, list[dict[str, str]]]:
     """Page -> its claims with their verdicts."""
-    return {name: verdicts(*of) for name, of in _compared().items()}
+    return {name: verdicts(*of) for name, of in _checks_by_page().items()}
 
 
 def no_claims() -> dict[str, tuple[int, str]]:
     """Page -> how many of its comparisons are no claims, and why."""
-    return {name: (len(left_out(*of)), reasons(*of)) for name, of in _compared().items()}
+    return {name: (len(left_out(*of)), reasons(*of)) for name, of in _checks_by_page().items()}
 
 
-def _compared() -> dict[str, tuple[Any, Any, Any]]:
+def _checks_by_page() -> dict[str, tuple[Any, Any, Any]]:
     """Page -> its checks, its figures, and what is to be doubted of their rates."""
     out = {}
     reproduced = _reproduce()
     for path in sorted(REPRODUCE.glob("*/tables.json")):
         about, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name.replace("_", "-")
         if about.get("claims") and name in PAGES:
-            page = _kept(name)
+            page = _results(name)
             out[name] = about["claims"], reproduced.figures(page), reproduced.doubtful(page)
     return out
 
@@ -352,21 +352,21 @@ def _reproduce() -> Any:
 
 def _demo() -> str:
     """What the demo printed."""
-    kept = _kept("demo")
+    kept = _results("demo")
     *first, last = kept["took"]
-    took = gpu_page.wrapped(DEMO_TIME.format(took=f"{', '.join(first)} and {last}"))
+    took = gpu_page.wrap_lines(DEMO_TIME.format(took=f"{', '.join(first)} and {last}"))
     return DEMO.format(took=took, table="\n".join(kept["printed"]))
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _kept(name: str) -> dict[str, Any]:
+def _results(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def _processors() -> list[str]:
-    return sorted({cpu for by_cpu in _kept("performance").values() for cpu in by_cpu})
+    return sorted({cpu for by_cpu in _results("performance").values() for cpu in by_cpu})
 
 
 def _short(cpu: str) -> str:

@@ -53,11 +53,11 @@ def resolve(extra: str = "") -> dict[str, Version]:
     return {name.partition("[")[0].strip(): Version(version.strip()) for name, version in pairs}
 
 
-def unreached(low: Mapping[str, Version], installed: Iterable[Mapping[str, Version]]) -> dict[str, Version]:
+def unused_bounds(low: Mapping[str, Version], installed: Iterable[Mapping[str, Version]]) -> dict[str, Version]:
     """Packages whose bound is below all installed versions, with the lowest of these.
 
     Example:
-        >>> unreached({"a": Version("1"), "b": Version("1")}, [{"a": Version("2"), "b": Version("1.0")}])
+        >>> unused_bounds({"a": Version("1"), "b": Version("1")}, [{"a": Version("2"), "b": Version("1.0")}])
         {'a': <Version('2')>}
     """
     least: dict[str, Version] = {}
@@ -72,9 +72,9 @@ def main() -> int:
     project = tomllib.loads(PROJECT.read_text())["project"]
     extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in TOOLS}
     plain = resolve()
-    wrong = unreached(bounds(project["dependencies"]), [plain])
+    wrong = unused_bounds(bounds(project["dependencies"]), [plain])
     for name, lines in extras.items():
-        wrong |= unreached(bounds(lines), [resolve(name)])
+        wrong |= unused_bounds(bounds(lines), [resolve(name)])
     for name, version in wrong.items():
         print(f"{name}: the lowest version that an installation can have is {version}")
     if not wrong:

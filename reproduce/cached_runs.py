@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 
 
-def finished(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+def run_once(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The result of one run, made once and kept as long as the experiment is the same."""
     experiment = Experiment.load(path, dict(changes))
     if (out / "manifest.json").exists():

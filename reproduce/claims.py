@@ -106,7 +106,7 @@ def verdicts(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) ->
     out = []
     for claim in claims:
         for check in claim["checks"]:
-            if said := _said(check, found, doubts):
+            if said := _table_row(check, found, doubts):
                 what, bound, figure, seeds, decided = said
                 place = f"{check['column']}, {what}" if "column" in check else what
                 result = {"what": place, "bound": bound, "measured": figure, "seeds": seeds, "verdict": decided}
@@ -124,21 +124,21 @@ def no_claims(
     """
     out = []
     for check in left_out(claims, found, doubts):
-        values = measured(check, found)
+        values = points_by_seed(check, found)
         figure = spread(list(values.values()), limits(check), sign="+")
         tables = dict.fromkeys(row.partition("__")[0] for row in rows_of(check))
-        cells = (", ".join(f"`{t}`" for t in tables), _compared(check), figure, _seeds(list(values)))
+        cells = (", ".join(f"`{t}`" for t in tables), _compared_rows(check), figure, _seeds(list(values)))
         out.append(f"| {' | '.join(cells)} | {_origins(check, doubts, choices)} |")
     return ["| table | rows | measured, points | seeds | rates |", "|---|---|---|---|---|", *out] if out else []
 
 
 def left_out(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[dict[str, Any]]:
     """The checks that are no claims, since a rate of theirs was not chosen at its row's own point."""
-    checks = [check for claim in claims for check in claim["checks"] if measured(check, found)]
+    checks = [check for claim in claims for check in claim["checks"] if points_by_seed(check, found)]
     return [check for check in checks if _forbidden(check, doubts)]
 
 
-def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
+def points_by_seed(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
     """Seed -> points: ``left`` minus ``right``, the ``sum`` of rows times factors, or the largest minus the smallest of
     ``spread``; only common seeds.
     """
@@ -185,7 +185,7 @@ def seeds_needed(values: Sequence[float], bound: float) -> str:
     return f"over {MOST} seeds"
 
 
-def judged(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
+def verdict_of(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
     """The verdict, and whether a value that it rests on is at its grid's edge."""
     return f"{verdict}, {EDGE}" if EDGE in _doubts_of(check, doubts) else verdict
 
@@ -209,8 +209,8 @@ def tally(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> li
 def looks(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[str]:
     """What the brackets of open lines and many seeds mean, where a page has them."""
     of = [check for claim in claims for check in claim["checks"]]
-    brackets = any(line[-1].startswith("open: the mean") for check in of if (line := _said(check, found, doubts)))
-    many = any(len(measured(check, found)) >= 10 for check in of)
+    brackets = any(line[-1].startswith("open: the mean") for check in of if (line := _table_row(check, found, doubts)))
+    many = any(len(points_by_seed(check, found)) >= 10 for check in of)
     return [" ".join([OPEN] * brackets + [SECOND] * many)] if brackets or many else []
 
 
@@ -224,17 +224,19 @@ def _forbidden(check: Mapping[str, Any], doubts: Doubts) -> str:
     return next((why for why in FORBIDS.values() if why in found), "")
 
 
-def _compared(check: Mapping[str, Any]) -> str:
+def _compared_rows(check: Mapping[str, Any]) -> str:
     """The rows of a check by their names: ``a`` less ``b``."""
     if "spread" in check:
-        return f"the largest less the smallest of {', '.join(map(_named, rows_of(check)))}"
+        return f"the largest less the smallest of {', '.join(map(_row_name, rows_of(check)))}"
     first, *others = factors_of(check).items()
-    words = [_named(row) if abs(factor) == 1 else f"{abs(factor):g} {_named(row)}" for row, factor in (first, *others)]
+    words = [
+        _row_name(row) if abs(factor) == 1 else f"{abs(factor):g} {_row_name(row)}" for row, factor in (first, *others)
+    ]
     signs = ["less" if factor < 0 else "plus" for _, factor in others]
     return words[0] + "".join(f" {sign} {word}" for sign, word in zip(signs, words[1:], strict=True))
 
 
-def _named(row: str) -> str:
+def _row_name(row: str) -> str:
     name, _, quantity = row.partition("__")[2].partition(":")
     return f"`{name}`" + (f" ({QUANTITIES[quantity]})" if quantity else "")
 
@@ -246,7 +248,7 @@ def _origins(check: Mapping[str, Any], doubts: Doubts, choices: Mapping[str, Map
         if (why := doubts[row]) in FORBIDS.values():
             table, of = row.partition("__")[0], choices.get(row, {}).get("of", "")
             said = f" from `{of.removeprefix(f'{table}__')}`" if why == FORBIDS[BORROWED] and of else ""
-            by_reason.setdefault(why, []).append(f"{_named(row)}{said}")
+            by_reason.setdefault(why, []).append(f"{_row_name(row)}{said}")
     return "; ".join(f"{why}: {', '.join(rows)}" for why, rows in by_reason.items())
 
 
@@ -257,7 +259,7 @@ def _side_by_side(claim: Mapping[str, Any], found: Accuracies, doubts: Doubts) -
     for check in claim["checks"]:
         if check["column"] not in columns:
             raise ValueError(f"{claim['claim']}: {check['what']} is of {check['column']!r}, which is none of {columns}")
-        if said := _said(check, found, doubts):
+        if said := _table_row(check, found, doubts):
             what, bound, figure, seeds, decided = said
             by_line.setdefault((what, bound, seeds), {})[check["column"]] = f"{figure} {decided}"
     columns = [column for column in columns if any(column in cells for cells in by_line.values())]
@@ -270,13 +272,13 @@ def _side_by_side(claim: Mapping[str, Any], found: Accuracies, doubts: Doubts) -
 
 
 def _line(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> str:
-    said = _said(check, found, doubts)
+    said = _table_row(check, found, doubts)
     return f"| {' | '.join(said)} |" if said else ""
 
 
-def _said(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[str, str, str, str, str] | None:
+def _table_row(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[str, str, str, str, str] | None:
     """What, bound, measured, seeds and verdict; None where rows are missing, or the comparison is no claim."""
-    by_seed = measured(check, found)
+    by_seed = points_by_seed(check, found)
     if not by_seed or _forbidden(check, doubts):
         return None
     values = list(by_seed.values())
@@ -287,7 +289,7 @@ def _said(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[
         f"at {'least' if at_least else 'most'} {bound:g}",
         spread(values, limits(check), sign="+" if at_least else ""),
         _seeds(list(by_seed)),
-        judged(check, verdict(values, bound, at_least=at_least), doubts),
+        verdict_of(check, verdict(values, bound, at_least=at_least), doubts),
     )
 
 

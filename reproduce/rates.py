@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cached_runs import finished
+from cached_runs import run_once
 
 from fedfm.config.experiment import Experiment
 from fedfm.errors import E_NONFINITE, InputError, RunError
@@ -52,7 +52,7 @@ class Choice:
         found = {"how": self.how, "of": self.of, "keys": dict(self.keys), "edge": list(self.edge)}
         return {key: value for key, value in found.items() if value}
 
-    def said(self) -> str:
+    def to_cell(self) -> str:
         """A cell of a table: ``0.03``; ``0.3, edge``; ``0.03, borrowed``."""
         values = [f"{v:g}{', edge' if key in self.edge else ''}" for key, v in self.keys.items()]
         return "; ".join(values) + (", borrowed" if self.how == BORROWED else "") if values else self.how
@@ -64,7 +64,7 @@ def doubt(found: Mapping[str, Any]) -> str:
     return FORBIDS.get(choice.how, EDGE if choice.edge else "")
 
 
-def searched(
+def search(
     path: Path, folder: Path, tune: Mapping[str, Any], point: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str], str]:
     """The keys of the least validation loss over a grid, those at its edge, and words; test rows decide nothing.
@@ -84,7 +84,7 @@ def searched(
         best = min(losses, key=lambda values: (losses[values], values))
         chosen = dict(zip(grid, best, strict=True))
         edge = [key for key, value in chosen.items() if len(grid[key]) > 1 and value in (grid[key][0], grid[key][-1])]
-        wider = {key: wide for key in edge if (wide := _widened(grid[key], tune["grid"][key], chosen[key]))}
+        wider = {key: wide for key in edge if (wide := _next_value(grid[key], tune["grid"][key], chosen[key]))}
         if not wider:
             break
         grid |= wider
@@ -110,10 +110,10 @@ def _loss(path: Path, out: Path, tune: Mapping[str, Any], changes: Mapping[str, 
         except InputError:  # a grid was widened beyond what its key can be
             return float("inf")
         change = {**changes, "data.path": str(rows.with_name(f"{rows.stem}.tuning.npz"))}
-        runs = [finished(path, out.with_name(f"{out.name}-seed{s}"), {**change, "run.seed": s}) for s in tune["seeds"]]
+        runs = [run_once(path, out.with_name(f"{out.name}-seed{s}"), {**change, "run.seed": s}) for s in tune["seeds"]]
         return -statistics.fmean(run["accuracy"] for run in runs)
     try:
-        result = finished(path, out, {**changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
+        result = run_once(path, out, {**changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
     except RunError as error:
         if E_NONFINITE not in str(error):
             raise
@@ -124,7 +124,7 @@ def _loss(path: Path, out: Path, tune: Mapping[str, Any], changes: Mapping[str, 
     return loss if loss == loss else float("inf")
 
 
-def _widened(grid: Sequence[float], first: Collection[float], best: float) -> list[float]:
+def _next_value(grid: Sequence[float], first: Collection[float], best: float) -> list[float]:
     """One value more beyond ``best``, in the steps of the grid (1, 3, 10 goes on with 30); empty at the bound."""
     outward = list(grid) if best == grid[-1] else list(grid[::-1])
     added = outward[outward.index(max(first) if best == grid[-1] else min(first)) + 1 :]

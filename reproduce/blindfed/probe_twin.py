@@ -34,7 +34,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 AT_ONCE = 256  # rows that are prepared at once
 
 
-def probed(name: str, data: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, float, int, int]:
+def probe_results(name: str, data: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, float, int, int]:
     """Which test rows the probe has right; the part of the rows without numbers; arguments outside, and all."""
     model = load_model(
         ModelSpec(name, adaptation=AdaptationSpec("head"), device="cpu"), classes=data.classes, kind="image"
@@ -75,8 +75,8 @@ def main() -> None:
             "train rows": len(train),
             "test rows": len(test),
         }
-        teacher, *_ = probed(a.teacher, data, train, test)
-        twin, lost, outside, total = probed(a.twin, data, train, test)
+        teacher, *_ = probe_results(a.teacher, data, train, test)
+        twin, lost, outside, total = probe_results(a.twin, data, train, test)
         line |= {
             "teacher, %": 100 * teacher.mean(),
             "twin, %": 100 * twin.mean(),

@@ -115,7 +115,7 @@ def one(method: str, name: str) -> dict[str, float]:
         first, later = lambda: net(states()), lambda: net(known)
     rule = torch.optim.SGD(trained, lr=1e-3)
 
-    def timed(logits: Callable[[], Tensor]) -> float:
+    def measure(logits: Callable[[], Tensor]) -> float:
         spent = []
         for _ in range(STEPS):
             begin = time.process_time()
@@ -125,12 +125,12 @@ def one(method: str, name: str) -> dict[str, float]:
             spent.append((time.process_time() - begin) / BATCH)
         return min(spent)
 
-    found = {"numbers": sum(p.numel() for p in trained), "first": timed(first)}
+    found = {"numbers": sum(p.numel() for p in trained), "first": measure(first)}
     found["peak"] = (memory("VmHWM") - before) / MEGA
-    return found | ({"later": timed(later)} if later else {})
+    return found | ({"later": measure(later)} if later else {})
 
 
-def measured(name: str) -> list[dict[str, Any]]:
+def measure_methods(name: str) -> list[dict[str, Any]]:
     """All methods in turn."""
     turns: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     for _ in range(TURNS):
@@ -160,7 +160,7 @@ def main() -> None:
     if a.one:
         print(json.dumps(one(a.one, a.model)))
         return
-    text = f"{table(papers())}\n\n{table(measured(a.model))}"
+    text = f"{table(papers())}\n\n{table(measure_methods(a.model))}"
     print(text)
     if not a.no_page:
         write("table 4", text)

@@ -287,7 +287,7 @@ def rows_with_numbers(student: str, source: Path, count: int, target: Path) -> i
     return lost
 
 
-def federated(a: argparse.Namespace) -> None:
+def compare_federations(a: argparse.Namespace) -> None:
     """The same federation in the clear and on ciphertexts, and the plan of the second."""
     a.out.mkdir(parents=True, exist_ok=True)
     lost = rows_with_numbers(a.student, a.data, a.rows, a.out / "rows.jsonl")
@@ -306,14 +306,14 @@ def federated(a: argparse.Namespace) -> None:
     spent = dict[str, float]()
     plain = BlindFed.run_forward_pass
 
-    def timed(method: BlindFed, fed: Any) -> dict[str, float]:
+    def measure(method: BlindFed, fed: Any) -> dict[str, float]:
         begin = time.process_time(), sum(os.times()[2:4]), time.monotonic()
         figures = plain(method, fed)
         spent["client"] = time.process_time() - begin[0]
         spent["owner"], spent["clock"] = sum(os.times()[2:4]) - begin[1], time.monotonic() - begin[2]
         return figures
 
-    BlindFed.run_forward_pass = timed  # type: ignore[method-assign]
+    BlindFed.run_forward_pass = measure  # type: ignore[method-assign]
     found = {}
     for how in ("clear", "ckks"):
         experiment["method"]["encryption"] = how
@@ -372,7 +372,7 @@ def main() -> None:
     if a.part == "sentences":
         sentences(a.source, a.out, a.count)
     else:
-        {"probe": probe, "pooling": pooling, "encrypt": encrypt, "federated": federated}[a.part](a)
+        {"probe": probe, "pooling": pooling, "encrypt": encrypt, "federated": compare_federations}[a.part](a)
 
 
 if __name__ == "__main__":

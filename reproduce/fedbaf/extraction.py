@@ -73,7 +73,7 @@ def loss(module: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(module(batch["features"]), batch["labels"])
 
 
-def shifted(pictures: np.ndarray) -> np.ndarray:
+def shift_images(pictures: np.ndarray) -> np.ndarray:
     """Every picture one pixel to the left, right, up and down."""
     moved = [np.roll(pictures, by, axis) for axis in (1, 2) for by in (-1, 1)]
     return np.concatenate(moved).reshape(-1, 64)
@@ -94,9 +94,9 @@ def rows(folder: Path) -> dict[str, np.ndarray]:
         classes=np.array([str(i) for i in range(10)]),
     )
     return {
-        "x": shifted(x[secret]),
+        "x": shift_images(x[secret]),
         "y": np.tile(digits.target[secret], 4),
-        "test_x": shifted(x[tested]),
+        "test_x": shift_images(x[tested]),
         "test_y": np.tile(digits.target[tested], 4),
     }
 
@@ -149,7 +149,7 @@ def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, dat
         return found
     target = keep.target
 
-    def judged(members: Any) -> tuple[float, float]:
+    def score_estimate(members: Any) -> tuple[float, float]:
         lines = keep.lines(members)
         x, _ = recover(lines, method, target.groups, exact=lines.exact)
         return relative_error(x, target.truth), own_accuracy(dict(target.into(w, x)), data)
@@ -157,10 +157,10 @@ def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, dat
     alone = []
     for client in people.clients:
         try:
-            alone.append(judged({client}))
+            alone.append(score_estimate({client}))
         except NoIntersectionError:  # never sampled
             continue
-    everyone = judged(set(people.clients))
+    everyone = score_estimate(set(people.clients))
     return found | {
         "all": everyone[0],
         "all_accuracy": everyone[1],

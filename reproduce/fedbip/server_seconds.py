@@ -48,7 +48,7 @@ def aggregations(tau: list[Params], start: Params) -> dict[str, Callable[[], Any
     def mean() -> Any:
         return mix(np.full((1, 1, K), 1 / K), tau, None, [start], threads=1)
 
-    def weighted() -> Any:
+    def mix_weighted() -> Any:
         G = gram([start, *tau], everything, threads=1)[0]
         a = np.full(K, 1 / K)
         fedawa.step(a, G, 0.001)
@@ -68,7 +68,7 @@ def aggregations(tau: list[Params], start: Params) -> dict[str, Callable[[], Any
 
     return {
         "mean": mean,
-        "FedAWA": weighted,
+        "FedAWA": mix_weighted,
         "FedAMP": attentive,
         "FedBip": bilevel(everything),
         "FedBip-L": bilevel(LAYERS),

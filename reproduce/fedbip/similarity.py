@@ -66,7 +66,13 @@ def lines(out: Path) -> list[str]:
     rows = []
     for name, vectors in found.items():
         within, between, hits = summary(cosines(vectors), kinds)
-        cells = [out.name, name, said(within), said(between), said(None if hits is None else 100 * hits)]
+        cells = [
+            out.name,
+            name,
+            digits(within),
+            digits(between),
+            digits(None if hits is None else 100 * hits),
+        ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -91,7 +97,7 @@ def by_layer(out: Path) -> list[str]:
     return ["", head, f"| {out.name} | p_ii | {' | '.join(f'{x:.2f}' for x in own)} |"]
 
 
-def said(x: float | None) -> str:
+def digits(x: float | None) -> str:
     """Three digits, or nothing."""
     return "" if x is None else f"{x:.3g}"
 

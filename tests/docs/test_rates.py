@@ -82,11 +82,11 @@ def test_one_row_without_a_rate_of_its_own_makes_no_claim(rates, claims, shape, 
 
 
 def test_a_comparison_names_its_rows_and_what_of_them(claims: ModuleType) -> None:
-    assert claims._compared({"left": "t__a", "right": "t__b"}) == "`a` less `b`"
-    assert claims._compared({"sum": {"t__a:own": 1, "t__b": -0.5, "t__c": 2}}) == (
+    assert claims._compared_rows({"left": "t__a", "right": "t__b"}) == "`a` less `b`"
+    assert claims._compared_rows({"sum": {"t__a:own": 1, "t__b": -0.5, "t__c": 2}}) == (
         "`a` (theta_i) less 0.5 `b` plus 2 `c`"
     )
-    assert claims._compared({"spread": ["t__a", "t__b"]}) == "the largest less the smallest of `a`, `b`"
+    assert claims._compared_rows({"spread": ["t__a", "t__b"]}) == "the largest less the smallest of `a`, `b`"
 
 
 @given(
@@ -112,7 +112,7 @@ def test_a_grid_is_widened_until_its_best_is_inside_or_three_values_were_added(
     tried: list[float] = []
     monkeypatch.setattr(rates, "_loss", run)
     assume(any(loss(v) < math.inf for v in grid))
-    chosen, edge, words = rates.searched(Path("t__r.toml"), Path("x"), {"grid": {RATE: grid}}, {"kept": 1})
+    chosen, edge, words = rates.search(Path("t__r.toml"), Path("x"), {"grid": {RATE: grid}}, {"kept": 1})
     assert len(tried) == len(set(tried)) <= len(grid) + 3
     assert chosen[RATE] == min(tried, key=loss)
     first, last = min(tried), max(tried)
@@ -130,17 +130,17 @@ def test_a_grid_that_diverges_everywhere_is_widened_downwards(
         rates, "_loss", lambda path, out, tune, changes: -math.inf if changes[RATE] < fits else math.inf
     )
     search = Path("t__r.toml"), Path("x"), {"grid": {RATE: [0.01, 0.03, 0.1]}}, {}
-    assert rates.searched(*search)[:2] == ({RATE: 0.0003}, [RATE])
+    assert rates.search(*search)[:2] == ({RATE: 0.0003}, [RATE])
     fits = 1e-9
     with pytest.raises(
         SystemExit, match=r"t__r\.toml: diverged at every point of .*0\.0003, 0\.001, 0\.003, 0\.01, 0\.03, 0\.1"
     ):
-        rates.searched(*search)
+        rates.search(*search)
 
 
 def test_a_run_that_diverged_at_one_client_is_not_chosen(rates: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     left = {"round": 1, "client": "client-0", "code": "E_NONFINITE", "reason": "reply.delta: head has NaN"}
-    monkeypatch.setattr(rates, "finished", lambda *asked: {"excluded": [left]})
+    monkeypatch.setattr(rates, "run_once", lambda *asked: {"excluded": [left]})
     assert rates._loss(Path("t__r.toml"), Path("x"), {"val_fraction": 0.5, "seed": 0}, {RATE: 0.01}) == math.inf
 
 
@@ -156,20 +156,20 @@ def test_a_setting_without_validation_losses_is_chosen_by_the_accuracy_on_rows_f
         asked.append((out.name, changes["data.path"], changes["run.seed"]))
         return {"accuracy": 0.5 + 0.1 * changes["run.seed"] - abs(math.log10(changes["method.ridge"])) / 10}
 
-    monkeypatch.setattr(rates, "finished", finished)
+    monkeypatch.setattr(rates, "run_once", finished)
     tune = {"grid": {"method.ridge": [0.1, 1.0, 10.0]}, "by": "accuracy", "seeds": [0, 1]}
-    chosen, edge, words = rates.searched(tmp_path / "t__r.toml", tmp_path / "x", tune, {})
+    chosen, edge, words = rates.search(tmp_path / "t__r.toml", tmp_path / "x", tune, {})
     assert (chosen, edge) == ({"method.ridge": 1.0}, [])
     assert words == "ridge 1 of 0.1, 1, 10"
     assert asked[:2] == [(f"0.1-seed{s}", ".data/set.model.tuning.npz", s) for s in (0, 1)]
 
 
 def test_grids_go_on_in_their_steps(rates: ModuleType) -> None:
-    assert rates._widened([0.01, 0.03, 0.1], [0.01, 0.03, 0.1], 0.1) == [0.01, 0.03, 0.1, 0.3]
-    assert rates._widened([0.01, 0.03, 0.1, 0.3], [0.01, 0.03, 0.1], 0.3)[-1] == 1.0
-    assert rates._widened([0.01, 0.03, 0.1], [0.01, 0.03, 0.1], 0.01)[0] == 0.003
-    assert rates._widened([1.0, 5.0, 20.0], [1.0, 5.0, 20.0], 20.0)[-1] == 100.0
-    assert rates._widened([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], [0.01, 0.03, 0.1], 3.0) == []
+    assert rates._next_value([0.01, 0.03, 0.1], [0.01, 0.03, 0.1], 0.1) == [0.01, 0.03, 0.1, 0.3]
+    assert rates._next_value([0.01, 0.03, 0.1, 0.3], [0.01, 0.03, 0.1], 0.3)[-1] == 1.0
+    assert rates._next_value([0.01, 0.03, 0.1], [0.01, 0.03, 0.1], 0.01)[0] == 0.003
+    assert rates._next_value([1.0, 5.0, 20.0], [1.0, 5.0, 20.0], 20.0)[-1] == 100.0
+    assert rates._next_value([0.01, 0.03, 0.1, 0.3, 1.0, 3.0], [0.01, 0.03, 0.1], 3.0) == []
 
 
 def test_where_a_rate_came_from(rates: ModuleType) -> None:
@@ -195,7 +195,7 @@ def test_where_a_rate_came_from(rates: ModuleType) -> None:
     assert how(method, "t__r", "t__r", chosen, fixed=[RATE]) == "by hand"  # a grid of one value is no search
     assert how(method, "t__r", "", {}, declared=paper) == "paper"
     assert how({"head": method["head"]}, "t__r", "", {}) == "no rate"
-    assert rates.Choice("borrowed", "t__s", chosen, [RATE]).said() == "0.3, edge, borrowed"
+    assert rates.Choice("borrowed", "t__s", chosen, [RATE]).to_cell() == "0.3, edge, borrowed"
 
 
 @pytest.mark.parametrize("name", PAGES)

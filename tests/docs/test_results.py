@@ -52,9 +52,9 @@ def test_the_interval_decides_and_not_the_mean_alone(reproduce: ModuleType) -> N
 def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
     claims = sys.modules["claims"]
     found = {"a": {"0": 90.0, "1": 80.0, "2": 1.0}, "b": {"0": 89.0, "1": 82.0}}
-    assert claims.measured({"left": "a", "right": "b"}, found) == {"0": 1.0, "1": -2.0}
-    assert claims.measured({"spread": ["a", "b"]}, found) == {"0": 1.0, "1": 2.0}
-    assert claims.measured({"left": "a", "right": "c"}, found) == {}
+    assert claims.points_by_seed({"left": "a", "right": "b"}, found) == {"0": 1.0, "1": -2.0}
+    assert claims.points_by_seed({"spread": ["a", "b"]}, found) == {"0": 1.0, "1": 2.0}
+    assert claims.points_by_seed({"left": "a", "right": "c"}, found) == {}
     check = {"what": "w", "left": "a", "right": "b", "at_least": 0}
     line = claims.lines([{"claim": "c", "checks": [check]}], found, {"a": "", "b": ""})
     # Mean -0.5, standard deviation 1.5 sqrt(2), half-width 12.706 * 1.5.
@@ -113,7 +113,7 @@ def test_a_sum_of_rows_compares_what_two_differences_lose(reproduce: ModuleType)
     found = {"a": {"0": 90.0, "1": 80.0}, "a.bad": {"0": 70.0}, "b": {"0": 60.0}, "b.bad": {"0": 59.0}}
     # a loses 20 and b loses 1; only seed 0 has all four.
     check = {"what": "w", "sum": {"a": 1, "a.bad": -1, "b": -1, "b.bad": 1}, "at_most": 0}
-    assert claims.measured(check, found) == {"0": 19.0}
+    assert claims.points_by_seed(check, found) == {"0": 19.0}
     assert claims.rows_of(check) == ["a", "a.bad", "b", "b.bad"]
 
 
@@ -313,7 +313,7 @@ def test_a_vit_for_smaller_pictures_is_the_one_that_interpolates_its_positions(
     vit = ViTForImageClassification(ViTConfig(**size, image_size=64, patch_size=16, num_labels=3)).eval()
     vit.save_pretrained(tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").write_text('{"size": {"height": 64, "width": 64}, "resample": 3}')
-    sets.resampled(tmp_path / "vit", 48, tmp_path / "vit.at48")
+    sets.write_resampled_vit(tmp_path / "vit", 48, tmp_path / "vit.at48")
     small = ViTForImageClassification.from_pretrained(tmp_path / "vit.at48").eval()
     x = torch.randn(2, 3, 48, 48)
     with torch.no_grad():
@@ -335,12 +335,12 @@ def test_a_run_made_before_a_key_was_there_is_kept_and_one_of_other_keys_made_ag
         '[method]\nname = "fedavg"\nrounds = 1\n[run]\nworkers = 1\n'
     )
     monkeypatch.chdir(tmp_path)
-    first = reproduce.finished(path, out, {"run.seed": 3})
+    first = reproduce.run_once(path, out, {"run.seed": 3})
     manifest = json.loads((out / "manifest.json").read_text())
     del manifest["experiment"]["method"]["fraction"]  # as if it had come later
     (out / "manifest.json").write_text(json.dumps(manifest))
-    assert reproduce.finished(path, out, {"run.seed": 3})["seconds"] == first["seconds"]
-    again = reproduce.finished(path, out, {"run.seed": 4})
+    assert reproduce.run_once(path, out, {"run.seed": 3})["seconds"] == first["seconds"]
+    again = reproduce.run_once(path, out, {"run.seed": 4})
     assert again["seed"] == 4
     assert json.loads((out / "manifest.json").read_text())["experiment"]["run"]["seed"] == 4
 
@@ -411,7 +411,7 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     monkeypatch.setattr(sets, "HERE", tmp_path)
     monkeypatch.setattr(sets, "MADE", tmp_path / ".data")
     monkeypatch.chdir(tmp_path)
-    assert sets.named(Experiment.load(path)) == ["secret"]
+    assert sets.needed_names(Experiment.load(path)) == ["secret"]
     two = {"data.partition.name": "by_class", "data.partition.classes_per_client": 2}
     text = {"grid": {"iid": {}, "two_classes": two}, "audit": "extraction"}
     found, choices = reproduce.results(path, tmp_path / ".runs", text, [3], tmp_path / "data")
@@ -441,9 +441,9 @@ def test_a_page_keeps_a_row_of_which_it_has_the_choice(
     path.write_text(ROW.replace('name = "fedbaf"', 'name = "fedavg"').replace('foundation = ".data/secret"', ""))
     choice = sys.modules["rates"].Choice
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    monkeypatch.setattr(reproduce, "chosen", lambda *of: asked.append(of) or ({"k": 1}, "k 1", choice("tuned")))
-    monkeypatch.setattr(reproduce, "finished", lambda path, out, changes: changed.append(changes))
-    monkeypatch.setattr(reproduce, "kept", lambda *_: {"accuracy": 1.0, "more": []})
+    monkeypatch.setattr(reproduce, "find_rates", lambda *of: asked.append(of) or ({"k": 1}, "k 1", choice("tuned")))
+    monkeypatch.setattr(reproduce, "run_once", lambda path, out, changes: changed.append(changes))
+    monkeypatch.setattr(reproduce, "shown_figures", lambda *_: {"accuracy": 1.0, "more": []})
     monkeypatch.setattr(reproduce.Run, "open", lambda _: type("R", (), {"manifest": {"ledger": {}}}))
     old = {str(s): {"accuracy": 1.0, "more": ["words"]} for s in range(2)}
     before = {"rows": {"r": old}, "choices": {"r": {"how": "tuned", "keys": keys}}}

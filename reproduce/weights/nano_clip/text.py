@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, VisionTextDualEncoderModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "small_clip"))
-from zero_shot import spoken
+from zero_shot import words_of
 
 TEMPLATES = (
     "{}", "a {}", "the {}", "{}.", "a photo of a {}.", "a photo of the {}.", "a picture of a {}.",
@@ -38,7 +38,7 @@ PARTS = ("text_model.", "text_projection.")
 def imagenet_names(data: Path) -> list[str]:
     """The 1,000 class names of the ViT's classifier, in their order."""
     labels = json.loads((data / "weights/vit_tiny_patch16_224/config.json").read_text())["id2label"]
-    return [spoken(labels[str(k)]) for k in range(len(labels))]
+    return [words_of(labels[str(k)]) for k in range(len(labels))]
 
 
 def make_prompts(names: list[str], pieces: list[str]) -> list[str]:

@@ -106,7 +106,7 @@ def main() -> None:
     adam, ends = Adam(student), np.cumsum(a.epochs)
     steps, state = len(x) // a.batch, a.out / "state.safetensors"
 
-    def measured() -> Iterator[dict[str, Tensor]]:
+    def measured_rows() -> Iterator[dict[str, Tensor]]:
         """Rows for intervals: the same in each call."""
         torch.manual_seed(a.seed + 7)
         for rows in torch.randperm(len(x))[: a.rows].split(256):
@@ -142,7 +142,7 @@ def main() -> None:
             stage = int(np.searchsorted(ends, epoch, side="right"))
             if epoch == ends[0]:  # the polynomials take over
                 student.eval_mode()
-                entries = distiller.measure(measured)
+                entries = distiller.measure(measured_rows)
                 tamed = {k: v.clone() for k, v in student.module.state_dict().items()}
                 swap(entries, tamed)
                 (a.out / "entries.json").write_text(json.dumps(entries, indent=1))
@@ -178,7 +178,7 @@ def main() -> None:
             os.replace(state.with_suffix(".tmp"), state)
         if int(ends[-1]) > ends[0]:
             distance, share = error(distiller, held)
-            distiller.finish(measured, share)
+            distiller.finish(measured_rows, share)
             save(student, a.out / "model", new_head=True)
             (a.out / "model" / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
             (a.out / "model" / "model.safetensors").chmod(0o644)

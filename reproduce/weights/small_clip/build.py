@@ -29,7 +29,7 @@ from transformers import (
     ViTForImageClassification,
     ViTModel,
 )
-from zero_shot import spoken, text_embeddings
+from zero_shot import text_embeddings, words_of
 
 TEMPLATES = ("{}", "a photo of a {}.", "a picture of the {}.")
 
@@ -40,7 +40,7 @@ def pooled_names(encoder: BertModel, tokenizer: BertTokenizer, names: list[str])
     mean = torch.zeros(len(names), encoder.config.hidden_size)
     for template in TEMPLATES:
         for first in range(0, len(names), 100):
-            prompts = [template.format(spoken(n)) for n in names[first : first + 100]]
+            prompts = [template.format(words_of(n)) for n in names[first : first + 100]]
             pooled = encoder(**tokenizer(prompts, padding=True, return_tensors="pt")).pooler_output
             mean[first : first + 100] += pooled / len(TEMPLATES)
     return mean

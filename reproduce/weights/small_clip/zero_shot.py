@@ -28,7 +28,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 SETS = ("cifar10", "cifar10_official_test_jpeg", "pacs", "tiny_imagenet50", "fashion_mnist", "brain_mri")
 
 
-def spoken(name: str) -> str:
+def words_of(name: str) -> str:
     """A class name as a prompt says it."""
     return name.replace("_", " ").lower()
 
@@ -52,7 +52,7 @@ def text_embeddings(
     """Mean over the templates of the normalised embeddings of the prompts, (C, d)."""
     mean = torch.zeros(len(names), model.config.projection_dim)
     for template in templates:
-        tokens = tokenizer([template.format(spoken(n)) for n in names], padding=True, return_tensors="pt")
+        tokens = tokenizer([template.format(words_of(n)) for n in names], padding=True, return_tensors="pt")
         mean += F.normalize(model.get_text_features(**tokens).pooler_output, dim=1) / len(templates)
     return mean
 

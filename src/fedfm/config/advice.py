@@ -17,11 +17,11 @@ def against_divergence(experiment: Experiment) -> str:
     if not isinstance(experiment.method, TrainsLocally):
         return ""
     shorter = {"method.local.max_grad_norm": 1.0}
-    more = ", or set method.local.max_grad_norm" if takes(experiment, shorter) else ""
+    more = ", or set method.local.max_grad_norm" if stays_valid(experiment, shorter) else ""
     return f"training diverged; take a smaller method.local.learning_rate{more}"
 
 
-def takes(experiment: Experiment, changes: Mapping[str, Any]) -> bool:
+def stays_valid(experiment: Experiment, changes: Mapping[str, Any]) -> bool:
     """Whether the experiment stays valid with these values, by key, e.g. ``{"run.patience": 3}``."""
     tables = copy.deepcopy(experiment.to_dict())
     try:

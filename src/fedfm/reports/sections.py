@@ -216,7 +216,7 @@ def split(run: RunFiles) -> str:
     clients = int(whole(sums.get("clients"))) or len(train)
     text = f"{plural(total, 'training row')} at {plural(clients, 'client')}: {count(least)} to {count(most)} each, "
     text += f"median {number(middle)}"
-    text += f"; shown are {count(len(train))} clients, spread evenly over the names" if sums else ""
+    text += f"; {count(len(train))} clients are shown, evenly spaced in the list of names" if sums else ""
     if len(classes) > 1:
         kinds = [sum(1 for n in v if n) for v in train.values()]
         text += f"; {min(kinds)} to {max(kinds)} of {plural(len(classes), 'class', 'classes')} at a client"

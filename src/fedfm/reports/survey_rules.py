@@ -1,6 +1,6 @@
 """The risks that follow from the figures of a survey, by stated rules.
 
-The limits are rules of thumb, no measurements of these rows. Each risk is reported with its figure and its limit.
+The limits are rules of thumb, not measurements of these rows. Each risk is reported with its figure and its limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_SPREAD = 1e-9  # smaller spreads are rounding
 def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Risks that follow from the figures: for each ``risk``, ``figure``, ``value``, ``rule`` and ``advice``.
 
-    The limits of the rules are rules of thumb, no measurements of these rows.
+    The limits of the rules are rules of thumb, not measurements of these rows.
     """
     found: list[dict[str, Any]] = []
 
@@ -50,7 +50,7 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
         add("drift of features", name, apart, f"at least {_DRIFT}", text)
     rows, silos = figures["rows"], figures["silos"]
     if rows is not None and silos and rows / silos < _FEW_ROWS:
-        text = "train little: adaptation head, or lora of a small rank; noise for records will cost accuracy; fedpft "
+        text = "train few parameters: adaptation head, or lora of a small rank; noise for records will cost accuracy; fedpft "
         text += "withholds classes of few rows"
         add("small silos", "rows / silos", rows / silos, f"below {_FEW_ROWS}", text)
     if silos < _FEW_SILOS:
@@ -65,7 +65,7 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     gaps = _share_of_gaps(counts.get(MISSING), rows)
     if gaps is not None and gaps >= _GAPS:
         text = "let each silo look for these rows before training: they are read as they are"
-        add("missing values", "rows with something missing / rows", gaps, f"at least {_GAPS}", text)
+        add("missing values", "rows with missing values / rows", gaps, f"at least {_GAPS}", text)
     far = features.get("from_reference", {}).get("distance")
     if far is not None and far >= _FAR:
         text = "rows unlike the reference: adapt the backbone (lora, top_layers, full), not only a head"
@@ -74,7 +74,7 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _share_of_gaps(missing: Mapping[str, Any] | None, rows: int | None) -> float | None:
-    """The share of rows with something missing; None if it is hidden. The first count is of rows that lack nothing."""
+    """The share of rows with missing values; None if it is hidden. The first count is of rows that lack nothing."""
     if missing is None or not rows or missing["counts"][0] is None:
         return None
     return float(max(rows - missing["counts"][0], 0) / rows)

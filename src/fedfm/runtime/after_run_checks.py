@@ -36,13 +36,13 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
 
 def _cure(experiment: Experiment) -> str:
     """Name settings of this experiment that can prevent overfitting."""
-    from fedfm.config.advice import takes
+    from fedfm.config.advice import stays_valid
 
     run, data, found = experiment.run, experiment.data, ["fewer rounds"]
     if isinstance(experiment.method, TrainsLocally):
         found.append("a smaller method.local.learning_rate")
     stopping = {"run.patience": 3} if data.val_fraction else {"data.val_fraction": 0.1, "run.patience": 3}
-    if not run.patience and takes(experiment, stopping):
+    if not run.patience and stays_valid(experiment, stopping):
         found.append(f"{' with '.join(stopping)}, which keeps the best round")
     advice = f"take {', '.join(found[:-1])}{' or ' if found[1:] else ''}{found[-1]}"
     if experiment.privacy is not None:
