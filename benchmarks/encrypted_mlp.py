@@ -4,7 +4,7 @@
 
 The suite (github.com/fhe-benchmarking/ml-inference) has ReLUs and no interaction; its reference takes 646 s on a
 processor for a hundred pictures, as its authors report. Here the activations are fitted quadratics, trained, and the
-client renews ciphertexts between the layers: another protocol, and the figures are no like for like. MNIST cannot be
+client renews ciphertexts between the layers: another protocol, and the figures are not like for like. MNIST cannot be
 fetched here: the pictures are scikit-learn's handwritten digits, enlarged to 28 x 28. One core.
 """
 

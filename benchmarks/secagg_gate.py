@@ -324,7 +324,7 @@ ATTACKS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
         # Of three clients two are left, and the second list would have one.
         (
             "signed another list of survivors",
-            "is no neighbour that survived",
+            "is not a member that survived",
             "the sum has 1 clients, expected at least 2",
         ),
     ),

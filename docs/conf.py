@@ -29,7 +29,7 @@ extensions = [
 ]
 intersphinx_mapping = inventories.reachable(inventories.PROJECTS)
 myst_enable_extensions = ["dollarmath"]
-myst_dmath_allow_digits = False  # a price is no equation
+myst_dmath_allow_digits = False  # a price is not an equation
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["fedfm.css"]

@@ -103,7 +103,7 @@ def _first(outcome: dict[str, str], what: str) -> str:
 
 
 def _no_adapter(outcome: dict[str, str]) -> bool:
-    """Whether all that was refused is PEFT's form of what is no adapter."""
+    """Whether all that was refused is PEFT's form of what is not an adapter."""
     return not outcome.get("hf", REFUSED).startswith(REFUSED) and "makes no PEFT adapter" in outcome.get("peft", "")
 
 

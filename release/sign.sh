@@ -16,7 +16,7 @@ for file in "$folder"/*; do
   case $(basename "$file") in
   fedfm-"$version"-*.whl | fedfm-"$version".tar.gz | fedfm-"$version".cdx.json | fedfm-"$version".sigstore.json) ;;
   *)
-    echo "$file is no file of fedfm $version: move it away, since a signature covers the whole folder" >&2
+    echo "$file is not a file of fedfm $version: move it away, since a signature covers the whole folder" >&2
     exit 2
     ;;
   esac

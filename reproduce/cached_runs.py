@@ -26,7 +26,7 @@ def run_once(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def earlier_experiment(out: Path) -> dict[str, Any] | None:
-    """What was run there, with the defaults of keys that came later; None where it is no experiment any more."""
+    """What was run there, with the defaults of keys that came later; None where it is not an experiment any more."""
     try:
         return Run.open(out).experiment.to_dict()
     except InputError:

@@ -33,7 +33,7 @@ SECOND = (
     "wrongly in 5 of 100 cases, two looks in 9."
 )
 MOST = 100  # seeds that a claim could be worth
-NO_CLAIMS = "Comparisons that are no claims"
+NO_CLAIMS = "Comparisons that are not claims"
 LEFT_OUT = (
     "A rate of one of the rows was not chosen at that row's own point, so these differences decide nothing about "
     "the paper: no bound, no verdict. The figures are in the unit of the claims."
@@ -117,7 +117,7 @@ def verdicts(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) ->
 def no_claims(
     claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts, choices: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """A table of the comparisons that are no claims: which rows, the figure, and where their rates came from.
+    """A table of the comparisons that are not claims: which rows, the figure, and where their rates came from.
 
     Args:
         choices: row -> how its rates came about, as ``Choice.to_dict`` gives it.
@@ -133,7 +133,7 @@ def no_claims(
 
 
 def left_out(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[dict[str, Any]]:
-    """The checks that are no claims, since a rate of theirs was not chosen at its row's own point."""
+    """The checks that are not claims, since a rate of theirs was not chosen at its row's own point."""
     checks = [check for claim in claims for check in claim["checks"] if points_by_seed(check, found)]
     return [check for check in checks if _forbidden(check, doubts)]
 
@@ -191,7 +191,7 @@ def verdict_of(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
 
 
 def reasons(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> str:
-    """Why comparisons are no claims, and how many for each reason; empty if all are."""
+    """Why comparisons are not claims, and how many for each reason; empty if all are."""
     counted = Counter(_forbidden(check, doubts) for check in left_out(claims, found, doubts))
     return ", ".join(f"{why}: {count}" for why, count in counted.most_common())
 
@@ -277,7 +277,7 @@ def _line(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> str:
 
 
 def _table_row(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[str, str, str, str, str] | None:
-    """What, bound, measured, seeds and verdict; None where rows are missing, or the comparison is no claim."""
+    """What, bound, measured, seeds and verdict; None where rows are missing, or the comparison is not a claim."""
     by_seed = points_by_seed(check, found)
     if not by_seed or _forbidden(check, doubts):
         return None

@@ -4,7 +4,7 @@ r"""Linear probes of a twin and of its teacher, and the twin's violations, on ro
         .data/tiny_imagenet50.npz .data/cifar10.npz .data/pacs.npz
 
 A probe is scikit-learn's StandardScaler and LogisticRegression(C = 0.05) on the inputs of the head, fitted to train
-rows and scored on test rows; a row whose features are no numbers, since an argument left its interval too far, is left
+rows and scored on test rows; a row whose features are not numbers, since an argument left its interval too far, is left
 out of the fit and counts as wrong. ``--rows`` and ``--tests`` take as many rows of each set, evenly spaced. Both models
 get the same rows, and the last column is the mean of the paired differences with its 95 % interval, by the normal
 approximation. The rows go to docs/results/blindfed-vit-tiny.md, into the table at the mark ``--table``, which keeps

@@ -94,12 +94,12 @@ class Faults:
         >>> for text in ("1", "x", "y"):
         ...     with faults:
         ...         if not text.isdigit():
-        ...             raise InputError(f"{text} is no number")
+        ...             raise InputError(f"{text} is not a number")
         >>> try:
         ...     faults.refuse()
         ... except InputError as error:
         ...     print(error, *error.more, sep="; ")
-        x is no number; y is no number
+        x is not a number; y is not a number
     """
 
     def __init__(self) -> None:

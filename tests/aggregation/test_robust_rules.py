@@ -41,7 +41,7 @@ WILD = arrays(np.float32, (SIZE,), elements=st.floats(-(2.0**100), 2.0**100, wid
 
 
 def params(row, dtype=torch.float32):
-    """A vector as Params of several tensors, and a counter that is no float."""
+    """A vector as Params of several tensors, and a counter that is not a float."""
     parts = np.split(np.asarray(row), np.cumsum([math.prod(s) for s in SHAPES.values()])[:-1])
     tensors = {n: torch.tensor(p.reshape(s)).to(dtype) for (n, s), p in zip(SHAPES.items(), parts, strict=True)}
     return Params({**tensors, "steps": torch.tensor([7])})

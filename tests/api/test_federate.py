@@ -428,7 +428,7 @@ def test_batch_norm_statistics_travel(tmp_path, method):
         ({"train": []}, "no rows"),
         ({"train": None, "partition": None, "clients": {"a": data(3), "b": []}}, 'clients\\["b"\\] has no rows'),
         ({"train": None, "partition": None, "clients": {"a": data(3), "": data(3)}}, "is not a client's name"),
-        ({"train": None, "partition": None, "clients": {"a": data(3)}, "test": {"c": data(3)}}, "are no clients"),
+        ({"train": None, "partition": None, "clients": {"a": data(3)}, "test": {"c": data(3)}}, "are not clients"),
         ({"loss": None}, "^give loss=\\(output"),
         ({"method": "fedpft"}, '^method = "fedpft" has no client optimiser'),
         ({"objective": lambda m, b: m(b[0]).sum()}, "give one of the two"),

@@ -424,7 +424,7 @@ def test_an_attackers_update_has_the_scores_of_what_it_was_sent(attack, tmp_path
 
 
 def test_an_attackers_own_model_that_is_trained_when_it_is_scored_is_the_attackers():
-    """E.g. that of dual_adapter with ``when = "after"``; the run's evaluation is no method, but has one."""
+    """E.g. that of dual_adapter with ``when = "after"``; the run's evaluation is not a method, but has one."""
     who, method = attackers(LabelShuffle(0.5, intensity=3)), FedAvg(local=DualAdapter(when="after", epochs=2))
     assert who._instead(Evaluation(method)).method.local.epochs == 6
     assert who._instead(Evaluation(method)).method is who._instead(method)

@@ -155,4 +155,4 @@ def test_a_quadratic_head_is_no_model_for_a_newcomer(tmp_path, capsys):
     run = fedfm.run(tables, tmp_path / "run")["run"]
     code, _, err = call(capsys, "join", run, features(tmp_path))
     assert code == 2
-    assert "the result of ghofl is no head of the model" in err
+    assert "the result of ghofl is not a head of the model" in err

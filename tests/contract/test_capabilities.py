@@ -45,7 +45,7 @@ def test_the_class_of_the_state_is_the_one_that_the_base_names():
         """Inherits it."""
 
     class Table(Method[dict[str, Params]]):
-        """A state that is no class."""
+        """A state that is not a class."""
 
     S = TypeVar("S")
 
@@ -116,7 +116,7 @@ def test_no_subclass_inherits_a_claim_about_mathematics_that_it_may_have_changed
     for cls in (Mine, Further):
         inherited = cls().traits
         assert [claim for claim in CLAIMS if getattr(inherited, claim)] == []
-        assert inherited == replace(base().traits, **dict.fromkeys(CLAIMS, False))  # the rest is no claim
+        assert inherited == replace(base().traits, **dict.fromkeys(CLAIMS, False))  # the rest is not a claim
     assert all(getattr(Again().traits, claim) for claim in CLAIMS)
 
 

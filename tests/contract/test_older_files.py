@@ -84,7 +84,7 @@ def test_a_signature_of_a_later_version_is_refused(old, capsys):
 def test_a_kit_is_read_and_one_of_a_later_schema_or_with_other_keys_is_refused(old):
     assert kit_manifest.load(old) == kit_manifest.Kit("a", "127.0.0.1:9876", 9194, True, False, old)
     change(old / "kit.json", more=1)
-    with pytest.raises(InputError, match=r"kit.json is damaged: 'more' is no key of it"):
+    with pytest.raises(InputError, match=r"kit.json is damaged: 'more' is not a key of it"):
         kit_manifest.load(old)
     change(old / "kit.json", schema=kit_manifest.SCHEMA + 1)
     with pytest.raises(

@@ -132,7 +132,7 @@ def test_a_broadcast_is_coded_once_and_replies_are_rebuilt() -> None:
     assert told["up"]["values"] == 800
     assert link.errors()["up"]["values"] == 0
     list(link.exchange([Request("a", "scores.Evaluation_evaluate", payload, 1, 2)]))
-    assert link.errors()["down"]["values"] == 0  # evaluation is no message of the method
+    assert link.errors()["down"]["values"] == 0  # evaluation is not a message of the method
 
 
 def test_another_start_is_refused() -> None:

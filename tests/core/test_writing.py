@@ -16,7 +16,7 @@ def strict(text):
     """As a reader that follows RFC 8259 reads it."""
 
     def refuse(name):
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not a JSON")
 
     return json.loads(text, parse_constant=refuse)
 

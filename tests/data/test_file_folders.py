@@ -88,7 +88,7 @@ def test_metadata_in_other_forms_and_places_give_the_same_rows(tones, own):
     [
         (lambda home: (home / "train" / "a" / "0.wav").unlink(), 'there is no recording "a/0.wav" below'),
         (lambda home: shutil.copy(home / "test" / "0.wav", home / "test" / "9.wav"), "9.wav has no row in"),
-        (lambda home: (home / "train" / "a" / "0.wav").write_bytes(b"RIFF"), "is no recording"),
+        (lambda home: (home / "train" / "a" / "0.wav").write_bytes(b"RIFF"), "is not a recording"),
         (lambda home: shutil.copy(home / "test" / "0.wav", home / "0.wav"), "is outside .*: move it into one of them"),
         (lambda home: (home / "rows.csv").write_text("audio,output"), "rows.csv is next to folders: name this file"),
         (lambda home: (home / "tests").mkdir(), "is next to .* and is not a split"),

@@ -192,7 +192,7 @@ def test_where_a_rate_came_from(rates: ModuleType) -> None:
     assert how(method, "t__r.p", "t__r.q", chosen, declared=paper) == "borrowed"
     assert how(both, "t__r", "t__r", chosen) == how(method, "t__r", "", {}) == "by hand"  # one of two was not searched
     assert how(both, "t__r", "t__r", chosen, declared=paper) == "tuned"  # the other is the paper's
-    assert how(method, "t__r", "t__r", chosen, fixed=[RATE]) == "by hand"  # a grid of one value is no search
+    assert how(method, "t__r", "t__r", chosen, fixed=[RATE]) == "by hand"  # a grid of one value is not a search
     assert how(method, "t__r", "", {}, declared=paper) == "paper"
     assert how({"head": method["head"]}, "t__r", "", {}) == "no rate"
     assert rates.Choice("borrowed", "t__s", chosen, [RATE]).to_cell() == "0.3, edge, borrowed"

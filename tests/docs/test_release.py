@@ -83,7 +83,7 @@ def test_a_signed_release_is_verified_and_every_change_is_found(signer, tmp_path
     for name in (wheel.name, f"fedfm-{__version__}.tar.gz", f"fedfm-{__version__}.cdx.json"):
         (dist / name).write_text(name)
     (dist / "notes.txt").touch()
-    assert f"notes.txt is no file of fedfm {__version__}" in sign().stderr
+    assert f"notes.txt is not a file of fedfm {__version__}" in sign().stderr
     (dist / "notes.txt").unlink()
     for _ in range(2):  # a second signature replaces the first
         assert sign().returncode == 0

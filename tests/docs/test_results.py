@@ -430,7 +430,7 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     ("keys", "tuned", "searched"),
     [
         ({"method.local.learning_rate": 0.5}, True, False),  # the page has the choice
-        ({}, True, True),  # ridge, l2 and shrinkage are no rates, so the page has no key of theirs
+        ({}, True, True),  # ridge, l2 and shrinkage are not rates, so the page has no key of theirs
         ({}, False, False),  # there is nothing to search
     ],
 )

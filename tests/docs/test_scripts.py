@@ -24,7 +24,7 @@ def names_in(tree):
 
 
 def exists(module, name):
-    """Whether the module has the name. Attributes of an object that is no module are not checked."""
+    """Whether the module has the name. Attributes of an object that is not a module are not checked."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -213,7 +213,7 @@ def test_an_encrypted_run_is_the_run_in_the_clear_and_costs_what_was_planned(fol
     assert {finding.verdict for finding in fedfm.audit(tmp_path / "run", names)} == {"holds"}
     planned = plan(fold(side_model(folder).frozen_parts[0].module), [45, 45], "class")
     assert found["ciphertext_bytes"] == pytest.approx(planned.bytes_per_sample, rel=1e-3)
-    assert found["refreshes"] == 2 * (planned.messages - 1 - 2) / 2  # rows and two disclosures are no refreshes
+    assert found["refreshes"] == 2 * (planned.messages - 1 - 2) / 2  # rows and two disclosures are not refreshes
     assert found["statistical_distance"] == pytest.approx(planned.statistical_distance)
 
 

@@ -157,7 +157,7 @@ def test_replayed_and_reordered_messages_are_refused():
 
 
 def test_what_a_faulty_sender_signs_is_refused_too():
-    """With the right tag: residues that are none, ciphertexts without a key, scales that are no numbers, empty ones."""
+    """A tag is right, but the message has no residues, no key, a scale that is not a number, or no ciphertexts."""
     large, plain = RESIDUES.copy(), RESIDUES.copy()
     large[1, 0, 1, 77] = PRIMES[1, 0]
     plain[1, 1] = 0

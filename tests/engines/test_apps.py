@@ -154,7 +154,7 @@ BAD = {
     "no array": (lambda q, r: _content(q, RecordDict({"data": ArrayRecord(), "head": ConfigRecord()})), "E_FORMAT"),
     "no envelope": (lambda q, r: _content(q, codec.to_record([1, 2])), "E_FORMAT"),
     "no body": (lambda q, r: _content(q, codec.to_record({"round": 1, "call": 1, "more": 0})), "E_FORMAT"),
-    "a round that is no number": (lambda q, r: _envelope(q, r, round="1"), "E_FORMAT"),
+    "a round that is not a number": (lambda q, r: _envelope(q, r, round="1"), "E_FORMAT"),
     "another round": (lambda q, r: _envelope(q, r, round=7), "E_ROUND"),
     "not an update": (lambda q, r: _envelope(q, r, body=3.0), "E_FIELD"),
     "a weight of nothing": (lambda q, r: _envelope(q, r, body={**_body(r), "weight": 0.0}), "E_WEIGHT"),

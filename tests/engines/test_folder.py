@@ -249,7 +249,7 @@ def test_policies_and_budgets_hold(tmp_path, monkeypatch):
     assert {line["exposes"] for line in carried.left("south")} == {"hello", "mean"}
     for name in NAMES:
         carried.file(name).write_text(carried.file(name).read_text().replace("rounds = 1", "rounds = 2"))
-    result = fedfm.resume(path, progress=fedfm.Progress())  # a refusal is no answer: it is asked again
+    result = fedfm.resume(path, progress=fedfm.Progress())  # a refusal is not an answer: it is asked again
     assert result["params_sha256"] == carried.local()["params_sha256"]
 
 

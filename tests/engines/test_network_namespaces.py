@@ -121,4 +121,4 @@ def test_a_silos_network_reaches_the_fleet_interface_and_nothing_else(tmp_path: 
         assert len(refusals) == 3
         assert all("accepts only its operator" in text for text in refusals)
         assert control == runtime == 403  # the gate lets them through for the operator alone
-        assert fleet == 415  # the interface is there: this is no message
+        assert fleet == 415  # the interface is there: this is not a message

@@ -36,7 +36,7 @@ def test_silos_connect_through_nginx_and_reach_nothing_else(tmp_path):
         told = fedfm("silo", "check", at.kits / "hospital-a", at.experiment)
         assert told["fits"], told
         assert proxy.answer("GET /health") == 200
-        assert proxy.answer("POST /v1/fleet/pull-messages") == 415  # the SuperLink's own answer: it is no message
+        assert proxy.answer("POST /v1/fleet/pull-messages") == 415  # the SuperLink's own answer: it is not a message
         for path in ("/v1/control/list-nodes", "/v1/runtime/acquire-task", "/docs", "/"):
             assert proxy.answer(f"POST {path}") == 403
             assert proxy.answer(f"POST /v1/fleet/..%2f..{path}") == 403

@@ -101,7 +101,7 @@ def test_a_model_that_a_method_names_is_one_that_the_silo_lists(tmp_path, named)
     ms = {"name": "fedms", "global_rounds": 1, "local_rounds": 1, "gate_backbone": named}
     server = Server(path, experiment(method={"name": "fedms"} | ms, model={"name": "nano-clip", "task": "zero_shot"}))
     server.config["experiment"] = server.config["experiment"].replace("rounds = 3\n", "", 1)
-    server.hello()  # the rows are no pictures; what counts is whether the name is a reason
+    server.hello()  # the rows are not pictures; what counts is whether the name is a reason
     text = f'method.gate_backbone = "{named}": this silo\'s file does not list this model'
     assert (text in log_of(path)) == (named not in ("listed/model", "nano-vit"))
 

@@ -302,7 +302,7 @@ class TestFolders:
             fedfm.run(table, tmp_path / "run")
 
     def test_weights_that_a_folder_does_not_hold_are_not_drawn(self, tmp_path):
-        """A ViT saved without a head: what transformers would make up for it is no secret, and does not mix."""
+        """A ViT saved without a head: what transformers would make up for it is not a secret, and does not mix."""
         with quiet():
             t.ViTModel(t.ViTConfig(**VIT, hidden_size=8)).save_pretrained(tmp_path / "bare")
             module = t.ViTForImageClassification(t.ViTConfig(**VIT, hidden_size=8, num_labels=2))

@@ -162,7 +162,7 @@ def test_a_budget_of_nobody_is_refused(file, tmp_path):
 
 
 class Miscounting(FedPFT):
-    """A client counts fewer errors than none; another sends a divergence that is no number."""
+    """A client counts fewer errors than none; another sends a divergence that is not a number."""
 
     @on_client
     def summarise(self, client: Client) -> Summary:

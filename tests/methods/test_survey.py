@@ -202,7 +202,7 @@ def test_a_row_more_changes_a_noisy_message_by_at_most_1(seed, n, most, far):
 
 
 def test_a_far_row_comes_near_the_stated_sensitivity():
-    """The bound is no waste: a row opposite to many others spends more than half of it."""
+    """The bound is not a waste: a row opposite to many others spends more than half of it."""
     n = 1000
     x = np.tile([1.0, 0.0], (n + 1, 1))
     x[n] = [-1.0, 0.0]

@@ -52,7 +52,7 @@ def test_deterministic_algorithms_are_on_during_the_run_and_no_longer(plain, tmp
     assert seen == [True, False]
     assert not torch.are_deterministic_algorithms_enabled()
     assert Run.open(tmp_path / "run").manifest["device"]["deterministic"]
-    assert result["params_sha256"] == Run.open(plain).manifest["result"]["params_sha256"]  # on a CPU it is no news
+    assert result["params_sha256"] == Run.open(plain).manifest["result"]["params_sha256"]  # on a CPU it is not news
     assert replay(open_finished(tmp_path / "run")).replies
 
 

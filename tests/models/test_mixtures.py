@@ -402,7 +402,7 @@ def test_experts_in_one_matrix_are_said_to_be_left_out(tmp_path):
     model = load(tmp_path, model=NF4)
     left, floats = model.notices
     assert re.search(
-        r'"all-linear" leaves out (\w\w \(2\d % of the parameters\)( and )?){3}, which are no linear maps', left
+        r'"all-linear" leaves out (\w\w \(2\d % of the parameters\)( and )?){3}, which are not linear maps', left
     )
     assert re.search(r"(\w\w, ){2}\w\w keep floating point: 7\d % of the parameters", floats)
     rows = model.prepare(prose(), range(4))

@@ -62,7 +62,7 @@ def test_a_large_delta_is_said_before_the_run(method, privacy, tmp_path, capsys)
     checked, shown, public = said_by(tables, tmp_path, capsys)
     for text in (checked, shown):
         assert "privacy.delta = 0.25 with" in text
-    # The number of clients is no secret, that of rows is one.
+    # The number of clients is not a secret, that of rows is one.
     assert ("privacy.delta" in public) == (privacy is CLIENT)
     assert "privacy.delta = " not in fedfm_check({**tables, "privacy": privacy | {"delta": 1e-6}}, tmp_path, capsys)
 

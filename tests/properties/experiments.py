@@ -178,7 +178,7 @@ def outcome(tables: Tables, out: Path) -> str:
 
     Raises:
         AssertionError: a client was left out for another reason than numbers that grew too large.
-        Exception: what is no error of fedfm's own.
+        Exception: what is not an error of fedfm's own.
     """
     try:
         with warnings.catch_warnings():

@@ -116,7 +116,7 @@ def test_rounds_without_an_evaluation_do_not_break_a_line(pair, tmp_path):
 
 @pytest.mark.proof
 def test_lines_are_of_the_same_rows_where_a_run_is_evaluated_at_its_end_only(pair, tmp_path):
-    """As `fedfm demo` does with each client alone: its own rows are no measure beside all test rows."""
+    """As `fedfm demo` does with each client alone: its own rows are not a measure beside all test rows."""
     alone = tables(name="local") | {"run": {"workers": 1, "evaluate_every": 0}}
     fedfm.run(alone, tmp_path / "alone")
     page = compare.write([pair[0], tmp_path / "alone"], tmp_path / "c.html").read_text()

@@ -99,7 +99,7 @@ def test_a_step_on_all_rows_is_that_of_torch(masked, table, tmp_path):
 @pytest.mark.parametrize("name", HEADS)
 def test_the_head_is_the_convolution_that_runs_last(name, table):
     if not HEADS[name]:
-        with pytest.raises(InputError, match=r"the last layer of .* is no convolution with one output per class"):
+        with pytest.raises(InputError, match=r"the last layer of .* is not a convolution with one output per class"):
             model_of(table, name, "head")
         return
     assert {tensor.rpartition(".")[0] for tensor in model_of(table, name, "head").names} == {HEADS[name]}

@@ -41,7 +41,7 @@ def test_tags_before_words_are_doubted(tmp_path: Path) -> None:
 
 
 def test_types_of_entities_that_differ_by_case_are_named(tmp_path: Path) -> None:
-    """B-PER and I-Per are no two spellings of a tag, but no entity has both."""
+    """B-PER and I-Per are not two spellings of a tag, but no entity has both."""
     spec = ModelSpec(str(tiny_text.save_bert(tmp_path / "bert")), max_length=8)
     classes = ("O", "B-PER", "I-PER")
     model = load_model(spec, classes=classes, kind="tagged", task=tasks.find("token_classification"))

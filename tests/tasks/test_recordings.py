@@ -125,14 +125,14 @@ def test_a_data_set_of_the_hub_keeps_its_files(tmp_path):
 
 def wrong_files(folder):
     """Wrong recordings by name, with the words of the refusal."""
-    (folder / "text.wav").write_text("this is no sound")
+    (folder / "text.wav").write_text("this is not a sound")
     tiny.tone(folder / "good.wav", (300.0,))
     (folder / "cut.wav").write_bytes((folder / "good.wav").read_bytes()[:20])
     tiny.tone(folder / "empty.wav", (300.0,), seconds=0.0)
     return {
         "no file": ("absent.wav", "there is no file .*absent.wav"),
-        "no sound": ("text.wav", "is no recording"),
-        "half a header": ("cut.wav", "is no recording|is an empty recording"),
+        "no sound": ("text.wav", "is not a recording"),
+        "half a header": ("cut.wav", "is not a recording|is an empty recording"),
         "nothing in it": ("empty.wav", "is an empty recording"),
         "a number": (3, "the path of a recording is expected"),
         "nothing": (None, "the path of a recording is expected"),

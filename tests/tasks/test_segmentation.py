@@ -302,7 +302,9 @@ def test_masks_are_resized_as_by_the_image_processor_and_ignored_pixels_do_not_c
     assert torch.equal(rows.tensors["pixel_values"][1], found["pixel_values"][0])
     assert model.count_targets(rows.batch([1])) == int((wanted != 255).sum())
     counting = model_of(place / "model", table, ignore_index=2)
-    with pytest.raises(InputError, match=r"masks/001.png holds the number 255, which is no class: .*ignore_index = 2"):
+    with pytest.raises(
+        InputError, match=r"masks/001.png holds the number 255, which is not a class: .*ignore_index = 2"
+    ):
         counting.prepare(table, range(3))
 
 

@@ -240,7 +240,7 @@ def test_the_span_is_taken_where_it_has_fewer_multiplications(monkeypatch):
         (job,) = jobs(local, [100], 384, 77, **changes)
         heads.train([job])
         assert (job.client.metrics["loss"] is True) == taken
-    for other in (SGD(epochs=5, momentum=0.9), Adam(epochs=5)):  # the change of the weights is no sum of features
+    for other in (SGD(epochs=5, momentum=0.9), Adam(epochs=5)):  # the change of the weights is not a sum of features
         (job,) = jobs(other, [100], 384, 77)
         heads.train([job])
         assert job.client.metrics["loss"] is not True

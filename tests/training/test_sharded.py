@@ -55,7 +55,7 @@ def tables(folder, **changes):
         ({"model__device": "auto-map"}, "each process takes a device of its own"),
         ({"model__device": "cuda:1"}, "each process takes a device of its own"),
         ({"model__weights": "random"}, "no file that processes could read in parts"),
-        ({"model__name": "nano-vit"}, "is no folder or hub id"),
+        ({"model__name": "nano-vit"}, "is not a folder or hub id"),
         ({"model__adaptation": {"name": "lora", "dora": True}}, "dora reads the norms of whole matrices"),
         ({"model__adaptation": {"name": "prompt"}}, "is trained by one process"),
         ({"method": {"name": "fedala", "rounds": 1}}, "does not declare rows_by_optimiser"),

@@ -64,7 +64,7 @@ class RecordShares(Mechanism):
 
         Raises:
             ClientFault: the run has had its sum already, or has too many clients or too little noise for the lattice.
-            ValueError: an entry of the update is no point of the lattice.
+            ValueError: an entry of the update is not a point of the lattice.
         """
         flat = flat_of(update.delta)
         steps = np.rint(flat / STEP).astype(np.int64)

@@ -181,7 +181,7 @@ def _check_sums(experiment: Experiment, method: KeepsSums) -> None:
         raise InputError(f"join: the run keeps no sums over rows: {why}; run again with all")
     if not method.one_head:
         raise InputError(
-            f"join: with these settings the result of {experiment.method_name} is no head of the model, which a "
+            f"join: with these settings the result of {experiment.method_name} is not a head of the model, which a "
             "newcomer could keep; run again with all"
         )
     if not experiment.method.traits.independent_messages:

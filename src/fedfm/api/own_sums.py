@@ -69,10 +69,10 @@ def check_in_sum(run: Run, client: str) -> None:
     """Refuse a client whose message is not in the kept sums.
 
     Raises:
-        InputError: it is no client of the run, or was excluded from the round.
+        InputError: it is not a client of the run, or was excluded from the round.
     """
     if client not in run.manifest["clients"]:
-        raise InputError(f"{run.path}: {client} is no client of the run, so its sums are not in the total")
+        raise InputError(f"{run.path}: {client} is not a client of the run, so its sums are not in the total")
     if client not in in_sum(run):
         raise InputError(f"{run.path}: {client} was excluded from the round, so its sums are not in the total")
 

@@ -25,7 +25,7 @@ def to_npz(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
         except ValueError:  # lists of unequal length
             array = np.empty(0, dtype=object)
         if array.dtype.kind not in "biufU":
-            raise InputError(f"--out {out}: the values of {key!r} are no array; use .json, .jsonl or .csv")
+            raise InputError(f"--out {out}: the values of {key!r} are not an array; use .json, .jsonl or .csv")
         arrays[key] = array.astype(np.float32) if array.dtype.kind == "f" else array
     file = io.BytesIO()
     np.savez(file, **arrays)

@@ -40,7 +40,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     ``.npz`` gets one array per column.
 
     Raises:
-        InputError: another process has written the file since, or a column is no array.
+        InputError: another process has written the file since, or a column is not an array.
         RunError: the file cannot be written.
     """
     rows, text = _lines(result), io.StringIO(newline="")

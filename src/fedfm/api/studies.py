@@ -123,7 +123,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
         others = {}
         for name, other in baselines.items():
             if not isinstance(other, Method):
-                raise InputError(f"--baselines: {name} of method {experiment.method_name} is no method")
+                raise InputError(f"--baselines: {name} of method {experiment.method_name} is not a method")
             progress.notice(f"baseline: {name}")
             changed = dataclasses.replace(experiment, name=name, method=other, method_name=name_of("methods", other))
             others[name] = _run_to_end(changed, out / name, progress)

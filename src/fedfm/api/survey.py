@@ -162,7 +162,7 @@ def _read_reference(path: str | Path | None, made: Experiment) -> dict[str, Any]
     """The figures of other rows, from a file, or from the model's folder.
 
     Raises:
-        InputError: the file is no survey with features.
+        InputError: the file is not a survey with features.
     """
     if path is None:
         path = Path(made.model.name).expanduser() / FILE

@@ -135,7 +135,7 @@ def _check(run: Run) -> None:
     elif method.needs.model == "server" or method.traits.server_secrets:
         why = f"{run.experiment.method_name} mixes secrets of the server into its messages"
     elif experiment.run.asynchronous is not None:
-        why = "its updates start from earlier rounds, so a round is no function of its own messages"
+        why = "its updates start from earlier rounds, so a round is not a function of its own messages"
     elif not run.manifest["result"]["rounds"]:
         why = "it has no round"
     if why:

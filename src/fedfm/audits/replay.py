@@ -141,7 +141,7 @@ def replay(
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
         RunError: the replay ends with other parameters than the run. On devices other than a CPU, a distance of at
-            most :data:`TOLERANCE` is no error.
+            most :data:`TOLERANCE` is not an error.
     """
     experiment, result = run.experiment, run.manifest["result"]
     method = experiment.method

@@ -169,7 +169,7 @@ def value(of: Any, *, bare: bool = False) -> str:
     """A default or a paper's value as TOML writes it; "none" if there is none.
 
     Args:
-        bare: whether to omit the quotes of a text of several words, which describes the paper and is no valid value.
+        bare: whether to omit the quotes of a text of several words, which describes the paper and is not a valid value.
     """
     return "none" if of is None else of if bare and isinstance(of, str) and " " in of else json.dumps(of)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedfm.core.federation import Federation
     from fedfm.models.model import Model
 
-SUMS = "sums."  # prefix of the entries of the server's state that are no part of the model
+SUMS = "sums."  # prefix of the entries of the server's state that are not part of the model
 SEED = f"{SUMS}seed"  # entry of the state: the seed of random features, if the sums are over these
 _ROUNDING = 1e-3  # tolerance of a number of rows, which is whole without rounding errors
 
@@ -63,7 +63,7 @@ class KeepsSums(ChecksUpdates):
 
     @property
     def one_head(self) -> bool:
-        """Whether the result is a head of the model; else it is no model that can be stored alone."""
+        """Whether the result is a head of the model; else it is not a model that can be stored alone."""
         return True
 
     def params_for(self, w: Params, client: ClientId) -> Params:

@@ -53,7 +53,7 @@ def expand(parts: Any) -> list[str]:
         low, high = (name[len(stem) :] if isinstance(name, str) else "" for name in (first, last))
         alike = last == f"{stem}{high}" and len(low) == len(high) <= _LONGEST
         if not (alike and low and high.isascii() and high.isdecimal() and int(low) < int(high)):
-            raise ValueError(f"{part!r} is no range of names")
+            raise ValueError(f"{part!r} is not a range of names")
         if len(names) + int(high) - int(low) > MOST:
             raise ValueError(f"more than {MOST} names")
         names += [f"{stem}{k:0{len(low)}d}" for k in range(int(low), int(high) + 1)]

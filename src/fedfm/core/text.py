@@ -51,7 +51,7 @@ def from_json(text: str | bytes) -> Any:
     """Parse JSON from a file that another party may have written.
 
     Raises:
-        ValueError: it is no JSON, or nested so deeply that a recursive function would fail.
+        ValueError: it is not JSON, or nested so deeply that a recursive function would fail.
 
     Example:
         >>> from_json('{"rounds": 3}')

@@ -63,7 +63,7 @@ def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(table: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(keys from the outermost table inwards, value) of each value that is no table."""
+    """(keys from the outermost table inwards, value) of each value that is not a table."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*at, key))

@@ -22,12 +22,12 @@ def leave_out(
         names: all clients, also those without training rows.
 
     Raises:
-        InputError: a name is no client's, or no client is left.
+        InputError: a name is not a client's, or no client is left.
     """
     for name in spec.without:
         if name not in names:
             raise InputError(
-                f'data.without: "{name}" is no client; expected some of {quote_names(names)}{close(name, names)}',
+                f'data.without: "{name}" is not a client; expected some of {quote_names(names)}{close(name, names)}',
                 key="data.without",
             )
     rest = {name: rows for name, rows in clients.items() if name not in spec.without}

@@ -14,7 +14,11 @@ from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError
 
-_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}  # endings of files that are no tables, and their readers
+_SUFFIXES = {
+    ".npz": "npz",
+    ".txt": "text",
+    ".txt.gz": "text",
+}  # endings of files that are not tables, and their readers
 
 
 def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:

@@ -169,7 +169,7 @@ def unknown_classes(table: Table, label: str, classes: Sequence[str]) -> str | N
     if not strange or not classes:
         return None
     return (
-        f'{sum(strange.values())} of {len(table)} rows of {table.source} have a label (column "{label}") that is no '
+        f'{sum(strange.values())} of {len(table)} rows of {table.source} have a label (column "{label}") that is not a '
         f"class of the model, such as {listing(sorted(strange), 4)}: the model still assigns one of its own classes"
     )
 

@@ -52,7 +52,7 @@ class Joined(Sequence[Any]):
 
 
 def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
-    """Return ``data``; raise an InputError if it is no map-style data set, or has no rows and ``empty`` is False."""
+    """Return ``data``; raise an InputError if it is not a map-style data set, or has no rows and ``empty`` is False."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
     if not len(data) and not empty:

@@ -17,7 +17,7 @@ def foundation_for(name: str) -> str:
     """The polynomial student with which a server computes on encrypted rows, for an experiment's model.
 
     Raises:
-        InputError: the model is no polynomial student, and fedfm has no student of it.
+        InputError: the model is not a polynomial student, and fedfm has no student of it.
     """
     if name == "features":
         raise InputError(

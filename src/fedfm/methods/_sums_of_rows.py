@@ -51,7 +51,7 @@ def check_total(fed: Federation, total: Params, why_not: Callable[[Params], str 
 
 
 def why_no_counts(count: Tensor) -> str | None:
-    """Why these (C,) are no numbers of rows."""
+    """Why these (C,) are not numbers of rows."""
     off = (count - count.round()).abs()
     if bool((count < -_TOLERANCE).any() | (off > _TOLERANCE * (1 + count.abs())).any()):
         return f"expected whole numbers of rows, and they are {count.min():.6g} to {count.max():.6g}"

@@ -91,7 +91,7 @@ class Analytic(KeepsSums, Predictor, Private, OneShot):
     """One round: clients send sums over their rows, and the server solves the ridge regression of all rows.
 
     Classification's targets y are 1 for the row's class and 0 for the others; multi_label's are 1 and -1; regression's
-    are scaled. The intercept is not regularised, except under [privacy]. The scores are no calibrated probabilities.
+    are scaled. The intercept is not regularised, except under [privacy]. The scores are not calibrated probabilities.
     """
 
     noise: ClassVar[Noise | None] = None  # protect() sets it on an instance

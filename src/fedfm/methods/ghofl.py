@@ -38,7 +38,7 @@ _LEAST = 1e-6  # smallest variance, as in the authors' code
 class GHOFL(KeepsSums, Predictor, OneShot):
     """One round: clients send moments of features by class; the server computes a Gaussian classifier from them.
 
-    The head ``lda`` is linear. The others are quadratic, so the result is no single model for an export.
+    The head ``lda`` is linear. The others are quadratic, so the result is not a single model for an export.
     """
 
     traits: ClassVar[Traits] = Traits(independent_messages=True)

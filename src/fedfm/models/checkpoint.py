@@ -155,7 +155,7 @@ class Difference:
     def _is_weight(self, name: str) -> bool:
         """Whether an extra tensor can be a learned weight.
 
-        Single values, masks and tables of positions are no weights. Neither are tensors that the module computes by
+        Single values, masks and tables of positions are not weights. Neither are tensors that the module computes by
         itself; older releases of transformers saved such tensors.
         """
         leaf = name.rpartition(".")[2]

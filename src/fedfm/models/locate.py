@@ -31,7 +31,7 @@ def locate(name: str) -> Path | str:
     """The path of the model's folder or file; for a hub id the name itself, as a str.
 
     Raises:
-        InputError: the name belongs to no folder or file of a model, and is no hub id.
+        InputError: the name belongs to no folder or file of a model, and is not a hub id.
     """
     if not name:
         raise InputError(f"model.name: missing, {_EXPECTED}", key="model.name")

@@ -29,7 +29,7 @@ def pixel_map(module: nn.Module, head: str) -> str:
     maps = [(p, m) for p, m in maps if p == f"{inside}classifier"] or maps
     if not maps or maps[-1][1].out_channels != count:
         raise InputError(
-            f"model.name: the last layer of {type(module).__name__} is no convolution with one output per class",
+            f"model.name: the last layer of {type(module).__name__} is not a convolution with one output per class",
             key="model.name",
         )
     path: str = maps[-1][0]

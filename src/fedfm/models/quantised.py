@@ -107,7 +107,7 @@ def keep_format(module: nn.Module) -> None:
 
 
 def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
-    """Paths of the linear maps that are not quantised to ``nf4``, because their width is no multiple of ``BLOCK``.
+    """Paths of the linear maps that are not quantised to ``nf4``, because their width is not a multiple of ``BLOCK``.
 
     For the rows of such maps bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every
     device, so that all silos have the same base.

@@ -92,7 +92,7 @@ class StoredWeights(Mapping[str, Tensor]):
         out = dict[str, tuple[tuple[int, ...], str]]()
         for path in sorted(set(self._files.values())):
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                for name in file.keys():  # noqa: SIM118 - it is not a mapping
                     entry = file.get_slice(name)
                     out[name] = tuple(entry.get_shape()), str(entry.get_dtype())
         return out

@@ -1,7 +1,7 @@
 """Finds misspelt keys in a model's files: the class does not read such a key, but reads a similar key that is absent.
 
 transformers keeps an unknown key as an attribute, and uses the default of the key that was meant. Unknown keys that are
-similar to no known key are common, e.g. those of older releases. They are no mistake and are not reported.
+similar to no known key are common, e.g. those of older releases. They are not a mistake and are not reported.
 """
 
 from __future__ import annotations

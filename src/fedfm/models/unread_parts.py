@@ -143,7 +143,7 @@ def _refuse_whole_numbers(path: Path) -> None:
             return  # transformers reports what is wrong with the file
     if odd:
         raise InputError(
-            f"model.name: {path} has weights that are no floating-point numbers: {some(odd)}, and its config.json has "
+            f"model.name: {path} has weights that are not floating-point numbers: {some(odd)}, and its config.json has "
             "no quantization_config that says how they were rounded; save the model again, in float32 or bfloat16",
             key="model.name",
         )

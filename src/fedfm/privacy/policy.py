@@ -94,7 +94,9 @@ def _check(key: str, words: Sequence[str]) -> None:
         if word not in WORDS:
             meant = [w for w in WORDS if any(w in _words_of(p) for p in words)]
             right = f"; here {key} = {json.dumps(meant)}" if _words_of(word) or word == HELLO else close(word, WORDS)
-            raise InputError(f'{key}: "{word}" is no word of exposure: expected {quote_names(WORDS)}{right}', key=key)
+            raise InputError(
+                f'{key}: "{word}" is not a word of exposure: expected {quote_names(WORDS)}{right}', key=key
+            )
 
 
 def _words_of(pattern: str) -> list[str]:

@@ -77,8 +77,8 @@ def write(run_dir: Path, unfit: str = "") -> Path:
     head += f"<p>{html.sentence(run)}</p>"
     head += note(
         "The sections follow the European Data Protection Board’s opinion 28/2024 on AI models. Texts are taken from "
-        "the files of the run. The controller fills in the empty lines, which the files cannot answer. This page is no "
-        "legal assessment."
+        "the files of the run. The controller fills in the empty lines, which the files cannot answer. This page is "
+        "not a legal assessment."
     )
     foot = f"Written by fedfm {version} from manifest.json, metrics.jsonl, messages.jsonl and audit.json of this run."
     return save(page(f"{run.name} · dossier", head, parts, foot, kind="dossier"), Path(run_dir) / FILE)

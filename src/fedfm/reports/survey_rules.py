@@ -50,8 +50,8 @@ def risks_of(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
         add("drift of features", name, apart, f"at least {_DRIFT}", text)
     rows, silos = figures["rows"], figures["silos"]
     if rows is not None and silos and rows / silos < _FEW_ROWS:
-        text = "train few parameters: adaptation head, or lora of a small rank; noise for records will cost accuracy; fedpft "
-        text += "withholds classes of few rows"
+        text = "train few parameters: adaptation head, or lora of a small rank; noise for records will cost accuracy; "
+        text += "fedpft withholds classes of few rows"
         add("small silos", "rows / silos", rows / silos, f"below {_FEW_ROWS}", text)
     if silos < _FEW_SILOS:
         text = "secure sums need three silos, since each of two silos knows the other's part of the sum: use noise for "

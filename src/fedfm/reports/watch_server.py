@@ -77,7 +77,7 @@ class WatchServer(ThreadingHTTPServer):
             return found
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that closes its connection early is no fault."""
+        """A browser that closes its connection early is not a fault."""
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -85,8 +85,8 @@ def check_scores(found: Mapping[str, Any], task: ModelTask, classes: Sequence[st
     """Check that the common scores of a client, and the scores and sums of the task, can be averaged.
 
     Raises:
-        ClientFault: with E_FIELD if a value is no number, or if no rows can have it; with E_NONFINITE if a score is NaN
-            or infinite.
+        ClientFault: with E_FIELD if a value is not a number, or if no rows can have it; with E_NONFINITE if a score is
+            NaN or infinite.
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")

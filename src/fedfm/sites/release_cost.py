@@ -73,7 +73,7 @@ class ReleaseCosts:
 
 
 def _cost(accountant: Accountant, by: str, concentrated: bool, answers: int = 1) -> Cost | None:
-    """The cost of one answer; None if it is no Gaussian release, or if the accountant has a larger epsilon."""
+    """The cost of one answer; None if it is not a Gaussian release, or if the accountant has a larger epsilon."""
     if not accountant.events:
         return None
     spent = together(accountant.events)

@@ -48,7 +48,8 @@ def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
     """Rows from the columns of images and masks; each file is opened once, to check it.
 
     Raises:
-        InputError: a file is missing or damaged, a mask and its image differ in size, or a mask's number is no class.
+        InputError: a file is missing or damaged, a mask and its image differ in size, or a number of a mask is
+            not a class.
     """
     image_in, mask_in = spec.image, spec.column("mask")
     given = column(sheet.columns, image_in, "data.image", source)
@@ -299,7 +300,7 @@ class MaskRows:
             index = IGNORE if number == self.ignored else code.get(number_to_name(number, names))
             if index is None:
                 raise InputError(
-                    f"the mask {mask} holds the number {number}, which is no class: pixels that do not count have "
+                    f"the mask {mask} holds the number {number}, which is not a class: pixels that do not count have "
                     f"model.ignore_index = {self.ignored}"
                 )
             found[numbers == number] = index

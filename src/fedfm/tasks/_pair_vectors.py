@@ -30,7 +30,7 @@ def logits(model: Network, batch: Batch, temperature: float) -> Tensor:
         L_i = -log(exp(cos(a_i, p_i) / t) / sum_j exp(cos(a_i, c_j) / t)),
 
     over the candidates c_j: all positives, then all negatives. A candidate other than p_i gets the logit -infinity if
-    it is no negative of row i: if it equals a_i or p_i, or is the positive of an anchor equal to a_i.
+    it is not a negative of row i: if it equals a_i or p_i, or is the positive of an anchor equal to a_i.
     """
     if IDS not in batch:
         return vectors(model, batch)

@@ -26,8 +26,8 @@ def fit_config(config: Any, name: str, ignored: int) -> None:
         if type(config) in transformers.AutoModelForUniversalSegmentation._model_mapping:
             raise InputError(
                 f"{kind}, whose loss matches masks with queries image by image and divides by the masks of a batch, so "
-                f"it is no mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}, or a "
-                "function that computes such scores (docs: how-to/segmentation.md)",
+                f"it is not a mean over pixels or rows: take a model with scores for each pixel, such as {_TYPES}, or "
+                "a function that computes such scores (docs: how-to/segmentation.md)",
                 key="model.name",
             )
         raise InputError(f"{kind}, which has no decoder for pixels in transformers: take {_TYPES}", key="model.name")
@@ -59,7 +59,7 @@ def check_processor(processor: Any, name: str) -> None:
 
 
 def check_outputs(name: str, found: Sequence[int], images: Sequence[int], classes: int) -> None:
-    """Refuse outputs (shape ``found``) of a user's module that are no logits of classes for pixels of its images.
+    """Refuse outputs (shape ``found``) of a user's module that are not logits of classes for pixels of its images.
 
     Raises:
         InputError: the shape is wrong, or the masks have only one class.

@@ -55,14 +55,14 @@ def look(recording: Attachment, where: str) -> Format:
     """Read the header of a recording; ``where`` begins the message of an error.
 
     Raises:
-        InputError: the file is no recording, or is empty.
+        InputError: the file is not a recording, or is empty.
         MissingExtra: soundfile is not installed.
     """
     soundfile = _library("soundfile")
     try:
         found = soundfile.info(readable(recording.source))
     except (RuntimeError, TypeError) as error:  # soundfile's own errors are RuntimeErrors
-        raise InputError(f"{where}: {recording} is no recording ({_first_line(error)}); {_FORMATS}") from None
+        raise InputError(f"{where}: {recording} is not a recording ({_first_line(error)}); {_FORMATS}") from None
     if not found.frames:
         raise InputError(f"{where}: {recording} is an empty recording: remove the row")
     if found.format in ("WAV", "WAVEX") and (lost := _lost_bytes(recording)):
@@ -85,7 +85,7 @@ def check(recordings: Sequence[Attachment], at: Callable[[int], str], source: st
         at: gives the name of a row by its index, for messages.
 
     Raises:
-        InputError: a file is no recording, or is empty or damaged, or has a sample that is not finite.
+        InputError: a file is not a recording, or is empty or damaged, or has a sample that is not finite.
     """
 
     def measure(row: int) -> tuple[float, float, float]:

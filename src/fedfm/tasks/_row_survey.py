@@ -135,7 +135,7 @@ def _target_members(task: TaskFacts, table: Table, classes: tuple[str, ...]) -> 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
 def _lengths(table: Table) -> NDArray[np.float64]:
-    """Characters (n, 2) of a row's first part, and of all further parts that are no tags; NaN for a part without text.
+    """Characters (n, 2) of a row's first part, and of all further parts that are not tags; NaN for a part without text.
 
     The second is the answer, or what belongs to an anchor.
     """
@@ -172,7 +172,7 @@ def _pictures(table: Table) -> list[Any]:
 
 
 def _is_picture(file: Attachment) -> bool:
-    """Whether Pillow knows the file; a recording is no picture."""
+    """Whether Pillow knows the file; a recording is not a picture."""
     from PIL import Image, UnidentifiedImageError
 
     try:

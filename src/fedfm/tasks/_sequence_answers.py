@@ -147,7 +147,7 @@ def _reads_padding(config: Any) -> bool:
 def _answer(ids: Sequence[int], ends: set[int], model: Network, config: Any) -> Answer:
     """The answer in a generated sequence.
 
-    The first token starts the decoder, and is no part of the answer. The sequence of a Whisper has neither the tokens
+    The first token starts the decoder, and is not part of the answer. The sequence of a Whisper has neither the tokens
     before the answer nor the end token. If the settings force an end at the limit, answers that end there count as cut.
     """
     spoken = model.tools.processor is not None

@@ -182,7 +182,7 @@ def sheet_of(text: str, source: str) -> Sheet:
 
     A file of one column has words without tags. Lines that mark documents are skipped, and so are comments. A comment
     stands before a sentence and begins with #. In addition, a comment has another number of columns than the lines of
-    words, or its last column is no tag of a word.
+    words, or its last column is not a tag of a word.
 
     Raises:
         InputError: lines have different numbers of columns, or there is no word.

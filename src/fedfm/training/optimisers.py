@@ -172,7 +172,7 @@ class Local:
             )
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Raise a ClientFault that names the first wrong tensor, if w is no result that :meth:`own` can have."""
+        """Raise a ClientFault that names the first wrong tensor, if w is not a result that :meth:`own` can have."""
         match(w, model.layout, "model")
 
     def steps(self, n: int, model: Model | None = None) -> int:

@@ -39,7 +39,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """Table of an npz file; messages index its rows from 0, as NumPy does.
 
     Raises:
-        InputError: the file is no npz file, an array is missing or wrong, or has NaN, infinity or pickled objects.
+        InputError: the file is not an npz file, an array is missing or wrong, or has NaN, infinity or pickled objects.
     """
     arrays = _arrays(path)
     x = _array(arrays, "x", path)

@@ -11,7 +11,7 @@ The polynomials of a trained ViT's functions fail for four reasons. Each has a c
   ciphertext for each head, and 1 / sqrt(x) takes less than two, on one ciphertext. A block has hundreds of other steps.
   Where a block needs more than :data:`WIDEST_DIRECT`, its rare small arguments are left below the interval, where
   iterations only fall short.
-- GELU is no quadratic there. Each neuron gets a polynomial of degree 8
+- GELU is not a quadratic there. Each neuron gets a polynomial of degree 8
   (:mod:`fedfm.encrypted.student.neuron_polynomials`).
 
 Errors add up over the blocks. So both maps whose outputs are added to the tokens, after the attention and after GELU,

@@ -67,7 +67,7 @@ def read_limits(table: Mapping[str, Any]) -> dict[str, float]:
     """Read the limits from the table in a student's ``config.json``.
 
     Raises:
-        AttributeError, TypeError, ValueError: they are no numbers by name.
+        AttributeError, TypeError, ValueError: they are not numbers by name.
     """
     return {name: float(limit) for name, limit in table.get(ENTRY, {}).items()}
 

@@ -55,7 +55,7 @@ def place_index(lengths: Tensor, places: int) -> Tensor:
 
 
 def real_places(lengths: Tensor, places: int) -> Tensor:
-    """Return the mask (n, T) of the places that are no copies."""
+    """Return the mask (n, T) of the places that are not copies."""
     return torch.arange(places, device=lengths.device) < lengths[:, None]
 
 

@@ -48,7 +48,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
         raise InputError(f"{folder} already contains a {PROJECT}; name another folder")
     if folder.suffix == ".toml":  # else a slip makes a folder of this name, or refuses the experiment as a file
         raise InputError(
-            f"{folder} is no name for the app's folder; `fedfm app FOLDER --experiment {folder}` makes one"
+            f"{folder} is not a name for the app's folder; `fedfm app FOLDER --experiment {folder}` makes one"
         )
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; name another folder")

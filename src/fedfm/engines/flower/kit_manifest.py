@@ -88,7 +88,9 @@ def load(folder: Path) -> Kit:
         )
     if manifest.keys() != known.keys():
         wrong = sorted(manifest.keys() ^ known.keys())
-        raise InputError(f"{path} is damaged: {wrong[0]!r:.80} is {'missing' if wrong[0] in known else 'no key of it'}")
+        raise InputError(
+            f"{path} is damaged: {wrong[0]!r:.80} is {'missing' if wrong[0] in known else 'not a key of it'}"
+        )
     for key, kind in known.items():
         if type(manifest[key]) is not kind:
             raise InputError(f"{path}: {key} = {manifest[key]!r:.80} is not {kind.__name__}")

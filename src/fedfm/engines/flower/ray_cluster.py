@@ -95,7 +95,7 @@ def join(experiment: Experiment, run: Path | None = None) -> RayCluster:
         run: the run's folder; None if there is none yet.
 
     Raises:
-        InputError: the cluster does not answer, this machine is no node of it, or a node lacks something.
+        InputError: the cluster does not answer, this machine is not a node of it, or a node lacks something.
     """
     import ray
 

@@ -207,7 +207,7 @@ def check_place(foundation: str) -> None:
     """Refuse a name that is not a foundation model, before anything is loaded.
 
     Raises:
-        InputError: it is no built-in name, no hub id and not the folder of a model, an adapter or a trained head.
+        InputError: it is not a built-in name, a hub id or the folder of a model, an adapter or a trained head.
     """
     folder = Path(foundation).expanduser()
     trained = folder / "fedfm.json", folder / "model.safetensors"

@@ -11,7 +11,7 @@ from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, re
 from fedfm.models.adapters.stacked import stacks
 from fedfm.models.families import Parts, unwrap
 
-_SHARE = 0.01  # a matrix that is no linear map is named only if it has at least this share of the model's parameters
+_SHARE = 0.01  # a matrix that is not a linear map is named only if it has at least this share of the model's parameters
 
 
 def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
             sizes[leaf] = sizes.get(leaf, 0) + _size(module.get_submodule(path))
     other = _other_matrices(module, parts)
     if sum(other.values()) >= _SHARE * total:
-        found["which are no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
+        found["which are not linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
     texts = [
         " and ".join(f"{leaf} ({100 * size / total:.2g} % of the parameters)" for leaf, size in sorted(sizes.items()))
         + f", {why}"

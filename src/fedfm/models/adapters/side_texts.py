@@ -28,7 +28,7 @@ PLACES = "fedfm_places"  # key of T in a student's config.json
 
 
 def text_places(module: Any) -> int:
-    """The number T of places of a student's rows; 0 if it is no student of texts."""
+    """The number T of places of a student's rows; 0 if it is not a student of texts."""
     return int(getattr(getattr(families.unwrap(module), "config", None), PLACES, 0) or 0)
 
 

@@ -75,7 +75,7 @@ def load(spec: ModelSpec, classes: tuple[str, ...], task: ModelTask, seed: int) 
 def no_head(name: str) -> InputError:
     """The error for adaptation ``head`` if the trial has found none."""
     return InputError(
-        f'model.adaptation.name = "head": the last layer of {name} that runs is no convolution with one output per '
+        f'model.adaptation.name = "head": the last layer of {name} that runs is not a convolution with one output per '
         "class, so the head is unknown: use full or lora",
         key="model.adaptation.name",
     )

@@ -188,7 +188,7 @@ class Collected:
                 return
 
     def figures(self) -> tuple[dict[str, float | None], list[str]]:
-        """The figures by name, and the names of values that are no numbers.
+        """The figures by name, and the names of values that are not numbers.
 
         Raises:
             InputError: the function returns no dict.
@@ -246,7 +246,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a float; None if it is no single number. The value None counts as an unknown number, NaN."""
+    """The value as a float; None if it is not a single number. The value None counts as an unknown number, NaN."""
     if value is None:
         return math.nan
     if isinstance(value, Tensor | np.ndarray | np.generic):

@@ -149,7 +149,7 @@ class Given:
         return named
 
     def _carries(self, value: Any) -> bool:
-        """Whether a batch may contain this value, which is no tensor: a container of tensors or, with the user's own
+        """Whether a batch may contain this value, which is not a tensor: a container of tensors or, with the user's own
         collate function, any plain value.
         """
         if not self._own_batches:
@@ -165,7 +165,7 @@ class Given:
             sets.append(("train", "", check_dataset(train, "train")))
         if isinstance(test, Mapping):
             if clients is None or (strange := sorted(test.keys() - clients.keys())):
-                raise InputError(f"test: {'no clients are named' if clients is None else f'{strange} are no clients'}")
+                raise InputError(f"test: {'no clients are named' if clients is None else f'{strange} are not clients'}")
             sets += [("test", c, check_dataset(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
         elif test is not None:
             sets.append(("test", "", check_dataset(test, "test")))

@@ -47,7 +47,8 @@ def check_model(spec: ModelSpec, key: str = KEY) -> None:
     adaptation = spec.adaptation
     why = ""
     if spec.name == "features" or spec.name in BUILT_IN:
-        why = f"model.name = {spec.name!r} is no folder or hub id with safetensors, which processes could read in parts"
+        why = f"model.name = {spec.name!r} is not a folder or hub id with safetensors, which processes could read "
+        why += "in parts"
     elif spec.weights == "random":
         why = 'model.weights = "random" has no file that processes could read in parts: save the model first'
     elif spec.quantization == "int8":
