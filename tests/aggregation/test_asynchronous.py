@@ -162,7 +162,7 @@ def test_a_buffer_of_all_clients_is_a_synchronous_run(tmp_path):
 
 
 @pytest.mark.parametrize(("buffer", "momentum", "said"), [(2, 0.9, True), (2, 0.3, False), (5, 0.9, False)])
-def test_a_momentum_that_swings_with_late_answers_is_said(buffer, momentum, said, tmp_path, capsys):
+def test_a_notice_warns_of_momentum_that_oscillates_with_late_answers(buffer, momentum, said, tmp_path, capsys):
     tables = asynchronous(tmp_path, rounds=1, asynchronous={"buffer": buffer})
     tables["method"] |= {"name": "fedavgm", "server_momentum": momentum}
     result = fedfm.run(tables, progress=Progress())
@@ -287,7 +287,7 @@ def test_an_audit_repeats_it(tmp_path):
         ({"run": {"engine": "deployment"}}, "on a deployment clients have real speeds"),
     ],
 )
-def test_what_needs_whole_cohorts_is_refused(tmp_path, changes, said):
+def test_settings_that_need_complete_cohorts_are_refused(tmp_path, changes, said):
     tables = asynchronous(tmp_path)
     for table, values in changes.items():
         tables[table] = {**tables.get(table, {}), **values}
@@ -310,7 +310,7 @@ def test_a_subclass_does_not_inherit_that_late_updates_are_allowed(tmp_path):
     ("late", "said"),
     [({"buffer": 9}, "buffer = 9: there are 5 clients"), ({"buffer": 2, "speeds": {"nobody": 2.0}}, "called nobody")],
 )
-def test_what_the_federation_does_not_have(tmp_path, late, said):
+def test_asynchronous_settings_for_absent_clients_are_refused(tmp_path, late, said):
     with pytest.raises(InputError, match=said):
         fedfm.run(asynchronous(tmp_path, asynchronous=late), progress=Progress())
 

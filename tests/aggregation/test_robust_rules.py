@@ -157,7 +157,7 @@ class TestEveryRule:
             row = row * np.float32(0.4 / max(float(np.linalg.norm(row)), 0.4))
         np.testing.assert_allclose(combined(rule, np.stack([row] * m), np.arange(1.0, m + 1)), row, rtol=3e-7)
 
-    def test_one_huge_client_does_not_blow_it_up(self, rule):
+    def test_one_huge_update_does_not_make_the_result_huge(self, rule):
         x = cohort(7)
         x[3] = 1e18
         out = combined(rule, x)

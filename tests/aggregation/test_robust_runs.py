@@ -110,7 +110,7 @@ def test_too_few_updates_in_a_round_stop_the_run(tmp_path):
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_computed(tmp_path, change, said):
+def test_invalid_rules_are_refused_before_anything_is_computed(tmp_path, change, said):
     base = experiment(tmp_path)
     base["method"] = {"name": "fedavg", "fraction": 1.0}
     with pytest.raises(InputError, match=said):

@@ -51,7 +51,7 @@ def test_the_error_is_below_a_millionth_of_the_update(tmp_path):
 
 
 @pytest.mark.parametrize(("bound", "told"), [(1000 * 8.0, False), (2.0**28, True)])
-def test_a_coarse_sum_is_told_once_with_its_error(bound, told, tmp_path):
+def test_a_coarse_sum_is_reported_once_with_its_error(bound, told, tmp_path):
     method = Vectors(size=20_000)
     fed, _, _ = federation(tmp_path, 5, Secure(compact=True, bound=bound), method)
     found, (mean, _) = step(fed, method, 1), expected(names(5), 1, method)

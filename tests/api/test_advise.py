@@ -45,7 +45,7 @@ def advice(tmp_path_factory):
 
 
 @pytest.mark.proof
-def test_every_option_passes_check_and_costs_what_was_said(advice, tmp_path, capsys):
+def test_every_option_passes_check_and_costs_what_the_advice_states(advice, tmp_path, capsys):
     _, found = advice
     assert {o["name"] for o in found["options"]} == ALWAYS | ONE_ROUND
     for option in found["options"]:
@@ -75,7 +75,7 @@ def test_the_keys_of_an_option_make_its_experiment(advice):
 
 
 @pytest.mark.proof
-def test_what_the_server_reads_follows_from_the_messages(advice):
+def test_readers_of_an_option_follow_from_its_messages(advice):
     server = {o["name"]: o["readable"]["server"] for o in advice[1]["options"]}
     assert server["clear"].startswith("each client's update (train)")
     assert "scores" in server["clear"]
@@ -88,7 +88,7 @@ def test_what_the_server_reads_follows_from_the_messages(advice):
 
 
 @pytest.mark.proof
-def test_what_cannot_be_is_listed_with_its_reason(advice, tmp_path):
+def test_impossible_options_are_listed_with_the_reason(advice, tmp_path):
     (refused,) = advice[1]["refused"]
     assert refused["name"] == "encrypted_rows"
     assert refused["reason"].startswith('model.name = "features"')
@@ -121,7 +121,7 @@ def test_encrypted_rows_cost_what_the_plan_says(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8])
-def test_a_rehearsal_counts_the_bytes_of_the_whole_run(tmp_path, rounds):
+def test_a_rehearsal_counts_the_bytes_of_the_complete_run(tmp_path, rounds):
     made = Experiment.from_dict(experiment(tmp_path, method={"name": "scaffold", "rounds": rounds, "fraction": 1.0}))
     found = rehearse(made, populate(made), 2.0)
     result = fedfm.run(made, tmp_path / "run", progress=QUIET)
@@ -223,7 +223,7 @@ def test_the_experiment_s_own_privacy_is_the_target(tmp_path):
         ({"method.rounds": -1}, "method.rounds"),
     ],
 )
-def test_what_it_refuses(tmp_path, changes, words):
+def test_experiments_that_cannot_be_rehearsed_are_refused(tmp_path, changes, words):
     with pytest.raises(InputError, match=words):
         advise(file(tmp_path), changes=changes, progress=QUIET)
 

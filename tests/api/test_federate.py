@@ -389,7 +389,7 @@ def test_a_client_s_buffers_do_not_reach_the_next_client(tmp_path, make):
         (network, ""),
     ],
 )
-def test_what_training_changes_next_to_the_sent_values_is_named(tmp_path, make, words):
+def test_buffers_that_change_in_training_and_are_not_sent_are_named(tmp_path, make, words):
     net = make()
     before = {name: b.clone() for name, b in net.named_buffers()}
     federate(net, out=tmp_path / "run", rounds=0)
@@ -448,7 +448,7 @@ def test_batch_norm_statistics_travel(tmp_path, method):
         ({"labels": "y"}, 'rows have no "y"'),
     ],
 )
-def test_what_is_wrong_is_said_before_any_training(tmp_path, changes, words):
+def test_wrong_arguments_are_refused_before_any_training(tmp_path, changes, words):
     if "labels" in changes:
         changes = changes | {"train": [{"x": torch.zeros(4), "label": 0}] * 6}
     with pytest.raises(InputError, match=words):
@@ -617,7 +617,7 @@ def test_a_model_that_returns_its_loss_needs_no_trainer(tmp_path):
     assert manifest["model"]["classes"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
 
 
-def test_a_loss_of_ones_own_is_never_left_to_kernels_that_know_another(tmp_path, monkeypatch):
+def test_a_users_loss_is_never_computed_by_kernels_for_another_loss(tmp_path, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
     from fedfm.models.quiet import quiet
@@ -659,7 +659,7 @@ def test_run_inside_an_event_loop_and_a_thread(tmp_path, workers):
     assert len(got) == 3
 
 
-def test_what_a_notebook_needs_is_in_the_package():
+def test_public_names_are_importable_from_the_package():
     for name in fedfm.__all__:
         assert getattr(fedfm, name) is not None
     assert callable(fedfm.federate)

@@ -145,7 +145,7 @@ def test_an_own_loss_and_a_long_text_without_counted_tokens(tmp_path):
     assert apart(ours.model, theirs.model, bert()) < 1e-4
 
 
-def test_rows_are_judged_in_the_trainers_batches_and_in_halves_without_memory(tmp_path):
+def test_rows_are_scored_in_the_trainers_batches_which_are_halved_without_memory(tmp_path):
     from transformers import Trainer
 
     class Short(Trainer):
@@ -218,7 +218,7 @@ def test_a_schedule_goes_over_all_rounds(tmp_path):
     assert apart(ours.model, theirs.model, bert()) < 1e-4
 
 
-def test_a_module_of_half_precision_is_said_or_refused(tmp_path):
+def test_a_module_of_half_precision_is_reported_or_refused(tmp_path):
     from transformers import Trainer
 
     told = {"args": arguments(tmp_path), "train_dataset": texts(), "data_collator": Pad()}

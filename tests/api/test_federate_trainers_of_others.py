@@ -137,7 +137,7 @@ def test_a_detectors_lists_of_dicts_reach_its_loss(tmp_path):
         torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_answers_in_a_text_are_told_by_name_without_padding(tmp_path):
+def test_answers_in_a_text_are_found_by_name_without_padding(tmp_path):
     from transformers import BertConfig, BertForQuestionAnswering, Trainer
 
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def test_answers_in_a_text_are_told_by_name_without_padding(tmp_path):
 
 
 @pytest.mark.parametrize("classes", [2, 3, 16])
-def test_every_token_of_a_row_is_told_its_scores(classes, tmp_path):
+def test_every_token_of_a_row_gets_its_scores(classes, tmp_path):
     """As many classes as the module has kinds of segments, or positions."""
     from transformers import (
         AutoTokenizer,

@@ -158,7 +158,7 @@ def test_a_pair_of_dicts_is_two_arguments_and_no_list_of_rows(tmp_path):
         (lambda rows: rows[len(rows)], "IndexError: list index out of range"),
     ],
 )
-def test_what_is_no_batch_is_one_line(collate, words, tmp_path):
+def test_an_invalid_batch_is_refused_in_one_line(collate, words, tmp_path):
     with pytest.raises(InputError, match=words) as error:
         trained(OfRows, collate, tmp_path / "run")
     assert "\n" not in str(error.value)

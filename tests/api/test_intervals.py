@@ -44,7 +44,7 @@ def test_of_losses(values, key):
 
 
 @given(SHARES, st.floats(-1, 0.5), st.floats(0.5, 2))
-def test_what_is_cut_is_the_plain_interval_within_its_limits(values, least, most):
+def test_a_cut_interval_is_the_plain_interval_within_its_limits(values, least, most):
     mean, half = interval(values)
     low, high = cut(values, least, most)
     assert low == (max(mean - half, least) if min(values) >= least else mean - half)

@@ -346,7 +346,7 @@ def test_the_same_departure_completes_one_that_was_stopped(at, tmp_path, monkeyp
     assert main(other) == 2
 
 
-def test_what_cannot_be_compared_is_said(tmp_path):
+def test_comparisons_that_are_impossible_are_reported(tmp_path):
     said = Notices()
     found = leave(ran(silos(tmp_path), tmp_path / "run"), "c", tmp_path / "rest", progress=said)
     assert (found["membership"], found["same_test_rows"]) == (None, False)
@@ -402,7 +402,7 @@ def test_nobody_learns_from_a_certificate_whom_secret_coins_drew(tmp_path):
     assert (run / "manifest.json").read_bytes() == before
 
 
-def test_who_was_asked_cannot_have_been_idle(tmp_path):
+def test_a_client_that_was_asked_is_never_certified_as_not_asked(tmp_path):
     run, idle = sampled(tmp_path)
     asked = next(c for c in Run.open(run).manifest["clients"] if c != idle and was_asked(Run.open(run), c))
     with pytest.raises(InputError, match="--retrain"):

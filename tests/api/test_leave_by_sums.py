@@ -48,7 +48,7 @@ def analytic(tmp_path, monkeypatch):
     ],
     ids=["analytic", "random", "lda", "qda", "fedncm"],
 )
-def test_what_is_left_is_the_run_without_the_silo(tmp_path, monkeypatch, method, tolerance):
+def test_the_remaining_state_is_that_of_a_run_without_the_silo(tmp_path, monkeypatch, method, tolerance):
     federation = Summed(tmp_path, monkeypatch, method=method | {"rounds": 1})
     assert federation.sums("north") == 0
     found = leave(federation.run, "north", sums=tmp_path / "north.sums", progress=QUIET)
@@ -197,7 +197,7 @@ def test_another_file_is_refused(analytic, tmp_path, capsys):
     ],
     ids=["average", "balanced", "median", "noise", "no-round"],
 )
-def test_where_the_difference_is_not_the_run_without_the_client(tmp_path, changes, says):
+def test_methods_whose_remaining_sums_are_wrong_are_refused(tmp_path, changes, says):
     carried = Carried(tmp_path, names=("east", "north", "south"))
     fedfm.run(carried.tables(**changes), tmp_path / "run", progress=QUIET)
     with pytest.raises(InputError, match=says):
@@ -221,7 +221,7 @@ def test_sums_of_some_rows_are_possible_and_those_of_more_than_all_are_not(seed,
     assert not method.could_be_sums(Params(dict(own - (total + total))))
 
 
-def test_where_the_rows_are_here_no_file_is_needed(analytic, tmp_path):
+def test_a_file_of_sums_is_refused_if_the_rows_are_on_this_machine(analytic, tmp_path):
     local = fedfm.run(analytic.carried.tables(**analytic.tables), tmp_path / "local", progress=QUIET)["run"]
     with pytest.raises(InputError, match="leave out --sums"):
         leave(local, "north", tmp_path / "rest", sums=tmp_path / "north.sums", progress=QUIET)

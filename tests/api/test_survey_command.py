@@ -100,7 +100,7 @@ def test_the_experiment_s_protection_is_the_survey_s(file, tmp_path, privacy, as
     assert ("by_silo" in found) == (privacy is None and not asked)
 
 
-def test_what_only_training_needs_is_left_out_and_said(file, tmp_path):
+def test_settings_that_only_training_needs_are_left_out_with_a_notice(file, tmp_path):
     told = Told()
     changes = {
         "run.patience": 2,

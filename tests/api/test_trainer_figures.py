@@ -134,7 +134,7 @@ def test_every_client_may_have_its_own_model_and_its_own_test_rows(workers, tmp_
     assert 0 <= details["metrics"]["right"] <= 1
 
 
-def test_what_is_no_number_is_named_and_a_nested_dict_is_flat(tmp_path):
+def test_values_that_are_not_numbers_are_named_and_nested_dicts_are_flattened(tmp_path):
     odd = {"text": "x", "table": np.eye(2), "list": [1, 2], "huge": 10**400, 7: {"deep": {"er": np.array([3])}}}
     odd |= {"zero-dim": torch.tensor(2.0), "true": True, "nan": math.nan, "none": None}
     result = federated(trainer(tmp_path, lambda found: odd), tmp_path)

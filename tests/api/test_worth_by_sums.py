@@ -88,7 +88,7 @@ def test_silos_without_a_file_count_as_one(tmp_path, monkeypatch, rows):
         worth(federation.run, sums=files(federation, "abc"), rows=rows, progress=QUIET)
 
 
-def test_what_is_refused(tmp_path, monkeypatch, rows):
+def test_invalid_files_of_sums_are_refused(tmp_path, monkeypatch, rows):
     federation = Summed(tmp_path, monkeypatch, method=ANALYTIC)
     (file,) = files(federation, ("north",))
     for given, says in (

@@ -84,14 +84,14 @@ class TestWho:
         assert Attackers(SignFlip(0.25), names[::-1], 3, "").names == by_seed[3]
         assert Attackers(LabelShuffle(0.25), names, 3, "").names == by_seed[3]  # whatever the attack
 
-    def test_none_of_so_few_is_refused(self, tmp_path):
+    def test_a_fraction_that_gives_no_attacker_is_refused(self, tmp_path):
         with pytest.raises(
             InputError, match=r"attack.fraction = 0.1: for 5 clients this gives no attacker; expected at least 0.2"
         ):
             fedfm.run(tables(tmp_path, fraction=0.1), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_said_in_manifest_result_and_report(self, tmp_path):
+    def test_an_attack_is_stated_in_manifest_result_and_report(self, tmp_path):
         result = fedfm.run(tables(tmp_path), tmp_path / "run")
         manifest = fedfm.load_run(tmp_path / "run").manifest
         assert len(result["attackers"]) == 2
@@ -360,7 +360,7 @@ def test_only_files_that_define_an_attack_are_attacks():
         ({"name": "backdoor", "fraction": 0.4, "target": "cat"}, "fedavg", "expected one of ant, bee, cow, dog"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_computed(tmp_path, attack, method, said):
+def test_invalid_attacks_are_refused_before_anything_is_computed(tmp_path, attack, method, said):
     base = experiment(tmp_path)
     with pytest.raises(InputError, match=said):
         fedfm.run(base | {"method": {"name": method}, "attack": attack}, tmp_path / "run")

@@ -184,7 +184,7 @@ def test_the_command_refutes_a_run_of_a_broken_mechanism(broken, tmp_path, monke
 
 
 @pytest.mark.parametrize(("privacy", "method"), [({}, {"fraction": 0.6}), ({"clip_quantile": 0.5}, {})])
-def test_what_the_canaries_cannot_judge_is_refused(privacy, method, tmp_path):
+def test_runs_that_canaries_cannot_measure_are_refused(privacy, method, tmp_path):
     with pytest.raises(InputError, match="it can only measure independent noise with a fixed clip"):
         perform(run(tmp_path, privacy, **method), ["canaries"])
 

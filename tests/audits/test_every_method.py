@@ -52,7 +52,7 @@ def remembered(tmp_path_factory):
 
 
 @pytest.mark.proof
-def test_rows_that_were_remembered_are_told_by_the_model_and_by_the_updates(remembered):
+def test_memorised_rows_are_found_in_the_model_and_in_the_updates(remembered):
     found = by_name(perform(remembered))
     names = {"model_membership", "model_membership_tpr", "update_membership", "label_counts", "head_rows"}
     assert set(found) == names | {"repeated_questions"}

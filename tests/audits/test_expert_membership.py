@@ -64,7 +64,7 @@ def by_scikit_learn(path):
 
 
 @pytest.mark.proof
-def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
+def test_memorised_rows_leak_and_the_auc_is_that_of_scikit_learn(memorised):
     found = {f.name: f for f in perform(memorised, ["expert_membership"])}
     own = found["own_mixture_membership"]
     assert own.verdict == "leaks"

@@ -258,7 +258,7 @@ def test_a_client_alone_in_its_cohort_knows_the_aggregate(folder):
     assert active["cap = reference and a norm check at the server"] == active["cap = reference"]
 
 
-def test_no_finding_tells_a_draw_of_alpha(default, monkeypatch):
+def test_no_finding_reveals_a_draw_of_alpha(default, monkeypatch):
     """What is said of a_t / U is what clients compute, and the same under other draws of alpha."""
     path, found = default
     rounds, again = watched(path)
@@ -276,7 +276,7 @@ def test_no_finding_tells_a_draw_of_alpha(default, monkeypatch):
     assert said == [f"{m['pull']:.3g}" for m in variants.values()]
 
 
-def test_who_is_not_asked_again_does_not_see_the_model(folder):
+def test_a_client_that_is_not_asked_again_does_not_see_the_model(folder):
     path = run(folder, "sampled", fraction=0.34, rounds=4)
     rounds, again = watched(path)
     assert again.replies == ()

@@ -92,7 +92,7 @@ def test_only_the_strict_level_contradicts_a_claim(stated, low, strict):
             found(twice(strict, 0.9999), low=low, bound=stated, contradicts=True)
 
 
-def test_what_was_not_measured_is_inconclusive_and_says_so():
+def test_a_finding_without_a_measurement_is_inconclusive():
     f = nothing("a", "Q?", "There are no rows.")
     assert (f.verdict, f.to_dict()["rule"]) == ("inconclusive", "inconclusive: nothing was measured")
 

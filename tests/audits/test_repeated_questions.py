@@ -62,7 +62,7 @@ def test_each_part_is_named(tmp_path):
     assert {m["part"] for m in asked} == {"test", "val"}
 
 
-def test_what_is_asked_again_is_counted(tmp_path):
+def test_repeated_requests_are_counted(tmp_path):
     out = run(tmp_path)
     more = [m | {"call": 50 + i} for i in range(3) for m in lines(out) if m["round"] == 1 and m.get("part") == "test"]
     (one, *_) = [m for m in lines(out) if m["round"] == 2 and m["handler"] == "train.FedAvg_train"]

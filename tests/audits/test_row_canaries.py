@@ -75,7 +75,7 @@ def test_scores_find_a_row_as_well_as_the_best_test_allows():
 
 
 @pytest.mark.parametrize("q", [0.05, 0.4])
-def test_coins_are_told_from_what_are_none(q):
+def test_coins_that_are_not_independent_are_recognised(q):
     rng = np.random.default_rng(0)
     n, steps = 400, 60
     assert not any(row_canaries.coins_differ([rng.random((n, steps)) < q], q) for _ in range(30))

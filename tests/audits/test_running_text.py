@@ -107,7 +107,7 @@ def test_lines_that_no_client_has_are_dealt_before_they_are_joined(tmp_path):
     assert counts.equal(torch.bincount(population.test.tokens.concatenate()))
 
 
-def test_coins_are_of_blocks_and_leave_them_whole(tmp_path):
+def test_coins_decide_on_complete_blocks(tmp_path):
     population = population_of(tmp_path)
     pool = RowPool(population, seed=1)
     half = Half(pool, 0, seed=1)
@@ -120,7 +120,7 @@ def test_coins_are_of_blocks_and_leave_them_whole(tmp_path):
     assert len(half.data(POOLED).train) == sum(coins.sum() for _, coins in half.taken.values())
 
 
-def test_who_holds_everybodys_lines_joins_them_all(tmp_path):
+def test_a_pool_of_all_lines_joins_them_as_training_does(tmp_path):
     population = population_of(tmp_path, method="centralised")
     pool = RowPool(population, seed=1, pooled=True)
     assert pool.owners == pool.honest == [POOLED]
@@ -137,7 +137,7 @@ def test_who_holds_everybodys_lines_joins_them_all(tmp_path):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("task", ["language_modelling", "instruction"])
-def test_what_was_remembered_is_told_by_the_model_and_by_the_updates(tmp_path, remembered, task):
+def test_memorised_text_is_found_in_the_model_and_in_the_updates(tmp_path, remembered, task):
     text = task == "language_modelling"
     # Estimates of 20 lines vary by 0.1 between draws: seed 0 gives 0.71, 1 and 2 give 0.97 and 0.89.
     found = audited(remembered if text else run(tmp_path, task=task, n=40, seed=1))
@@ -174,7 +174,7 @@ def test_updates_of_other_lines_accuse_nobody(remembered, tmp_path):
     assert found == pytest.approx(0.5, abs=0.13)  # 90 of each: three standard errors
 
 
-def test_an_untrained_model_tells_nothing(tmp_path):
+def test_an_untrained_model_reveals_nothing(tmp_path):
     found = audited(run(tmp_path, n=200, local={"epochs": 1, "learning_rate": 1e-6}), ["model_membership"])
     finding = found["model_membership"]
     assert finding.low < 0.5 < finding.high

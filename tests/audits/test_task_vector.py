@@ -189,7 +189,7 @@ def test_the_command_line_and_the_report(leaky, capsys):
     assert "Can the server tell from a client&#x27;s task vectors which rows it trained on?" in page
 
 
-def test_who_resembles_whom(tmp_path):
+def test_similar_clients_are_found(tmp_path):
     tasks(tmp_path, noise=0)
     data = {"partition": {"name": "by_column", "column": "domain", "clients": 12}}
     found = by_name(perform(run(tmp_path, data=data), ["task_vector"]))["neighbours"]
@@ -199,7 +199,7 @@ def test_who_resembles_whom(tmp_path):
     assert found.detail["of"] == '"domain"'
 
 
-def test_the_classes_of_a_client_are_seen(tmp_path):
+def test_the_classes_of_a_client_are_found(tmp_path):
     data = {"partition": {"name": "by_class", "classes_per_client": 2, "clients": 8}}
     found = by_name(perform(run(tmp_path, data=data), ["task_vector"]))
     assert found["labels"].verdict == "leaks"
@@ -281,7 +281,7 @@ def test_other_methods_whose_server_sees_each_vector_give_the_same_away(tmp_path
         assert "no map" in found["neighbours"].says
 
 
-def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
+def test_a_client_that_sends_the_vector_of_another_client_is_replayed(tmp_path):
     """The method leaves it out of the sums, and has heard it all the same."""
     rng = np.random.default_rng(0)
     same, other = rng.normal(size=(2, 3, 4)).astype(np.float32)
@@ -309,7 +309,7 @@ def test_vectors_of_another_dtype_or_rank_are_read(tmp_path, keys):
     assert (found["colluders"].estimate is None) is ("space" in keys)
 
 
-def test_an_adapter_of_a_smaller_rank_is_judged_at_its_own_scale(tmp_path):
+def test_an_adapter_of_a_smaller_rank_is_measured_at_its_own_scale(tmp_path):
     table = tiny_models.prose(6)
     tiny_models.save("llama", tmp_path / "model")
     wide, narrow = (

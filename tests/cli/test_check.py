@@ -34,7 +34,7 @@ def checked(capsys, tmp_path, text, *more):
 
 
 @pytest.mark.proof
-def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
+def test_check_prints_rows_classes_bytes_time_and_memory(capsys, tmp_path):
     text = DIGITS.format(adaptation="head", method="fedavg")
     code, out, _ = checked(capsys, tmp_path, text, "--format", "json")
     assert code == 0
@@ -56,7 +56,7 @@ def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("rounds", "at_most"), [(1, True), (10**9, False)])
-def test_of_a_short_run_on_features_a_bound_of_the_time_is_said(capsys, tmp_path, rounds, at_most):
+def test_check_bounds_the_time_of_a_short_run_on_features(capsys, tmp_path, rounds, at_most):
     tables = small.experiment(tmp_path, method={"rounds": rounds})
     code, out, _ = checked(capsys, tmp_path, to_toml(tables), "--format", "json")
     expected = json.loads(out)["forecast"]
@@ -84,7 +84,7 @@ def test_of_silos_with_rows_of_their_own_no_partition_is_shown(capsys, tmp_path)
         assert tomllib.loads(out)["data"]["partition"]["clients"] == 2
 
 
-def test_what_a_run_says_of_the_model_is_said(capsys, tmp_path):
+def test_check_prints_the_notices_that_a_run_gives_on_the_model(capsys, tmp_path):
     text = DIGITS.format(adaptation="lora", method="fedavg").replace('"lora"', '"lora", rank = 300')
     code, out, _ = checked(capsys, tmp_path, text)
     assert code == 0
@@ -107,7 +107,7 @@ def test_the_bytes_of_statistics_are_not_guessed(capsys, tmp_path):
     ],
     ids=["label column", "NaN", "model"],
 )
-def test_what_a_run_would_stumble_over_is_found(capsys, tmp_path, monkeypatch, data, model, said):
+def test_check_refuses_rows_and_models_that_a_run_refuses(capsys, tmp_path, monkeypatch, data, model, said):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"row {i},{i % 2}\n" for i in range(20)))
     x = np.ones((20, 4), np.float32)
@@ -163,7 +163,7 @@ def test_labels_that_are_one_number_are_noticed(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["nan", "NaN", "N/A", "None"])
-def test_a_label_that_says_that_there_is_none_is_noticed(capsys, tmp_path, word):
+def test_a_label_that_means_no_label_gets_a_notice(capsys, tmp_path, word):
     rows = "".join(f"row {i},{[word, 'sport', 'world'][i % 3]}\n" for i in range(60))
     (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
     x = labelled(tmp_path, [word, "sport", "world"] * 20)

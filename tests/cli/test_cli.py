@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     assert f"{newest.name} was damaged: the run continues after round 4" in notices
 
 
-def test_a_run_without_a_whole_checkpoint_starts_over_only_if_told_to(tmp_path, capsys):
+def test_a_run_without_a_complete_checkpoint_starts_over_only_on_request(tmp_path, capsys):
     from fedfm.runtime.run_directory import Run
 
     assert call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r")[0] == 0
@@ -285,7 +285,7 @@ def test_a_run_without_a_whole_checkpoint_starts_over_only_if_told_to(tmp_path, 
     assert Run.open(tmp_path / "r").manifest["result"]["params_sha256"] == result["params_sha256"]
 
 
-def test_data_of_one_class_are_said_to_be_no_task(tmp_path, capsys):
+def test_data_of_one_class_get_a_notice(tmp_path, capsys):
     """One client of one class is legitimate: nothing is said of it."""
     features(tmp_path, classes=1)
     code, _, err = call(capsys, "run", toml(tmp_path), "--out", tmp_path / "one")
@@ -577,7 +577,7 @@ def test_early_stopping_by_validation_rows(tmp_path, capsys, method):
         assert call(capsys, "audit", tmp_path / "r")[0] == 0
 
 
-def test_what_clients_keep_of_a_model_is_that_of_the_last_round(tmp_path, capsys):
+def test_clients_keep_their_parts_of_the_last_rounds_model(tmp_path, capsys):
     tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": "ditto", "rounds": 200}}
     tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
     code, out, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
@@ -823,7 +823,7 @@ def test_help_imports_neither_the_configuration_nor_what_it_needs():
 
 
 @pytest.mark.parametrize("flag", [("--seeds", "-1,2"), ("--seeds=-1,2",), ("--seeds", "-1"), ("--seeds", "0.5")])
-def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
+def test_seeds_are_integers_of_at_least_0(tmp_path, capsys, flag):
     code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")
     assert code == 2
     assert "whole numbers of at least 0" in err
@@ -885,7 +885,7 @@ class TestFoundationModels:
         assert "same shape" in out
         assert "the foundation model has no such tensor" in out  # nano-vit ships without a head
 
-    def test_a_method_without_one_says_so(self, tmp_path, capsys):
+    def test_matching_needs_a_method_with_a_foundation_model(self, tmp_path, capsys):
         path = tmp_path / "e.toml"
         path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
         assert main(["check", str(path), "--matching"]) == 2
@@ -934,7 +934,7 @@ def rows_with(folder, **columns):
     np.savez(folder / "rows.npz", **rows | {name: np.array(values) for name, values in columns.items()})
 
 
-def test_what_names_do_to_a_terminal_they_do_not_do_here(tmp_path, capsys):
+def test_control_characters_in_names_do_not_reach_a_terminal(tmp_path, capsys):
     exp = toml(tmp_path)
     exp.write_text('name = "mine \\u001b]0;title\\u0007"\n' + exp.read_text())
     rows_with(tmp_path, classes=[ACTS, "bee", "cow", "dog"])
@@ -951,7 +951,7 @@ def test_what_names_do_to_a_terminal_they_do_not_do_here(tmp_path, capsys):
     assert class_name(ACTS) in json.loads(out)["predictions"]
 
 
-def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys):
+def test_control_characters_in_errors_and_notices_do_not_reach_a_terminal(tmp_path, capsys):
     exp = toml(tmp_path, data={"partition": {"name": "by_column", "column": "domain"}})
     rows_with(tmp_path, domain=np.array(["\x1b[a", "\x1b]a"])[np.arange(240) % 2])
     code, _, err = call(capsys, "run", exp, "--out", tmp_path / "r")
@@ -962,7 +962,7 @@ def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys)
     assert "fedfm: round 1: north left out, client_error: no\\u001b[2J way\\u000areally" in capsys.readouterr().err
 
 
-def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys, monkeypatch):
+def test_the_bar_of_a_resumed_run_counts_a_round_once_if_it_is_scored_again(finished, capsys, monkeypatch):
     monkeypatch.setattr("fedfm.runtime.progress_bar.can_redraw", lambda: True)
     bar = Bar()
     bar.started(load_run(finished), 4, 2)

@@ -81,7 +81,7 @@ def test_a_full_disk_keeps_the_old_file(name, place, tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == {out: before}
 
 
-def test_an_atomic_write_says_what_is_kept_of_a_run_only(tmp_path, monkeypatch):
+def test_only_a_failed_write_in_a_run_names_what_the_run_keeps(tmp_path, monkeypatch):
     fail_below(tmp_path, monkeypatch, 0)
     for of_run in (True, False):
         with pytest.raises(RunError, match="the disk is full") as failed:

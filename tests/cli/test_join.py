@@ -80,7 +80,7 @@ def test_with_one_model_for_all_a_newcomer_adapts_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["flora", "fedex_lora"])
-def test_what_was_merged_into_the_weights_stays_while_a_newcomer_adapts_it(name, tmp_path):
+def test_merged_weights_stay_while_a_newcomer_adapts_the_model(name, tmp_path):
     tables = tiny_text.tables(tiny_text.save_all(tmp_path), name, lora={"rank": 2})
     fedfm.run(tables, tmp_path / "run")
     _, _, w = load(tmp_path / "run")
@@ -93,7 +93,7 @@ def test_what_was_merged_into_the_weights_stays_while_a_newcomer_adapts_it(name,
         assert 1 <= torch.linalg.matrix_rank(u @ v - p @ q, atol=1e-5) <= 2  # an adapter of the run's rank beside it
 
 
-def test_what_cannot_join_is_refused(bip, tmp_path, capsys):
+def test_impossible_joins_are_refused(bip, tmp_path, capsys):
     wider = tmp_path / "wide.npz"
     np.savez(wider, x=np.zeros((30, 9), np.float32), y=np.arange(30) % 4, classes=["ant", "bee", "cow", "dog"])
     for args, says in (
@@ -108,7 +108,7 @@ def test_what_cannot_join_is_refused(bip, tmp_path, capsys):
         assert says in err
 
 
-def test_what_the_newcomer_s_rows_hold_is_said(tmp_path, capsys):
+def test_notices_on_a_newcomers_rows_are_printed(tmp_path, capsys):
     tables = experiment(tmp_path)
     tables["method"] = {"name": "analytic"}
     run = fedfm.run(tables, tmp_path / "sums")["run"]

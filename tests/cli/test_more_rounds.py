@@ -39,7 +39,7 @@ def test_two_and_two_rounds_are_four(tmp_path, capsys, method):
 
 
 @pytest.mark.proof
-def test_what_cannot_go_on_says_why(tmp_path):
+def test_runs_that_cannot_have_more_rounds_are_refused_with_the_reason(tmp_path):
     fedfm.run(tables({"name": "fedavg"}), tmp_path / "run")
     with pytest.raises(InputError, match="has 2 rounds already; expected more"):
         fedfm.resume(tmp_path / "run", rounds=2)

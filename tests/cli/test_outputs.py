@@ -42,7 +42,7 @@ def test_a_page_replaces_a_page_and_nothing_else(command, run, tmp_path, capsys)
     assert own.stat().st_size > 1000
 
 
-def test_a_missing_model_is_told_where_it_is_not_needed(run, tmp_path, capsys):
+def test_commands_that_need_no_model_report_that_it_is_missing(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoint")
     for command, code in (("report", 0), ("resume", 2)):

@@ -73,7 +73,7 @@ def test_a_signature_and_a_list_of_runs_that_are_pipes(finished, tmp_path, capsy
     assert main(["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 0
 
 
-def test_what_is_nested_deeply_is_damaged_and_no_defect(finished, tmp_path, capsys):
+def test_deeply_nested_json_counts_as_damage(finished, tmp_path, capsys):
     """JSON of some hundred levels can be read, and then not be followed by recursion."""
     for levels in (70, 300, 5_000):
         run = shutil.copytree(finished, tmp_path / str(levels))

@@ -69,7 +69,7 @@ def test_the_folder_is_a_model(whole):
     assert sum(p.numel() for p in model.module.parameters()) == result["parameters"] - 8 * 8 - 8
 
 
-def test_it_is_plain_training(whole, tmp_path):
+def test_pretraining_equals_plain_training(whole, tmp_path):
     """Two epochs, the order of rows and the momentum written out with PyTorch's own SGD."""
     from fedfm import seeds
     from fedfm.data.load import load_table
@@ -206,7 +206,7 @@ def test_a_language_model_with_a_vocabulary_of_its_own(tmp_path, capsys, kind, s
         ({"method": {"name": "fedavg"}}, "method: unknown key"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path, capsys, changes, says):
+def test_invalid_pretrainings_are_refused(tmp_path, capsys, changes, says):
     path = tmp_path / "pre.toml"
     path.write_text(to_toml(tables(**changes) | {k: v for k, v in changes.items() if k not in TABLES}))
     code, _, err = call(capsys, "pretrain", path, "--out", tmp_path / "net")
@@ -228,7 +228,7 @@ def test_other_folders_are_left_alone(whole, tmp_path, capsys):
     assert (code, "no such file; `fedfm pretrain exp.toml` takes" in err) == (2, True)
 
 
-def test_a_loss_that_explodes_is_said(tmp_path, capsys):
+def test_an_exploding_loss_is_reported(tmp_path, capsys):
     local = {"learning_rate": 1e20, "epochs": 4}
     code, _, err = call(
         capsys, "pretrain", toml(tmp_path, pretrain={"local": local, "milestones": []}), "--out", tmp_path / "net"
@@ -254,7 +254,7 @@ def test_tables_round_trip():
     assert Path(what.model.name).name == "preact-resnet-small"
 
 
-def test_what_a_process_left_that_was_killed_as_it_began_does_not_stand_in_the_way(whole, tmp_path):
+def test_leftovers_of_a_process_killed_at_its_start_are_replaced(whole, tmp_path):
     out = tmp_path / "net"
     out.mkdir()
     (out / ".pretrain.json.x1y2").write_text("{")

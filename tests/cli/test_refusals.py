@@ -95,7 +95,7 @@ def test_show_prints_every_task_with_all_its_own_keys():
         assert all(f"{key} = " in text for key, _, _ in catalogue.settings_of(type(task)))
 
 
-def test_show_says_what_a_name_is_that_has_no_keys_of_its_own():
+def test_show_states_the_kind_of_a_name_without_keys():
     for name, kind in (("dirichlet", "partitions"), ("nano-vit", "models"), ("npz", "sources")):
         with pytest.raises(InputError, match=f'"{name}" is one of the {kind}'):
             catalogue.show(name)

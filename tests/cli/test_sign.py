@@ -174,7 +174,7 @@ def test_a_run_that_went_on_after_its_signature_is_found(tmp_path, monkeypatch):
     assert verify(tmp_path / "run").valid
 
 
-def test_a_key_is_trusted_only_if_it_is_ones_own_or_given(copy, tmp_path, capsys):
+def test_a_key_is_trusted_only_if_it_is_the_users_own_or_an_argument(copy, tmp_path, capsys):
     run, public = copy
     assert main(["verify", str(run)]) == 1  # it is as somebody signed it
     assert "UNKNOWN KEY" in capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_a_key_of_openssl(make, tmp_path, signed):
         verify(run, key)
 
 
-def test_what_cannot_be_signed_or_verified_is_refused(copy, tmp_path, capsys):
+def test_unsuitable_folders_and_keys_are_refused(copy, tmp_path, capsys):
     run, _ = copy
     with pytest.raises(InputError, match="must not be in the folder"):
         sign(run, run / "private" / "key.pem")

@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_says_how_to_continue_and_by_which_signal(number, 
     assert main(["resume", str(out)]) == 0
 
 
-def test_a_second_signal_tells_the_exit_code(run, tmp_path, monkeypatch):
+def test_a_second_signal_determines_the_exit_code(run, tmp_path, monkeypatch):
     class Twice(fedfm.Progress):
         def round(self, line):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,7 @@ import pytest
 
 import fedfm
 from fedfm.api.studies import tune
-from fedfm.config.advice import against_divergence, takes
+from fedfm.config.advice import against_divergence, stays_valid
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.messages import Excluded
@@ -75,17 +75,17 @@ def said(e):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_what_a_notice_advises_the_same_experiment_takes(name):
+def test_an_experiment_accepts_the_changes_that_its_notices_advise(name):
     e = Experiment(**EXPERIMENTS[name])
     for text in said(e):
         changes = {}
         for key, value in VALUES.items():
             if key in text:
                 changes |= value if isinstance(value, dict) else {key: value}
-        assert takes(e, changes), (text, changes)
+        assert stays_valid(e, changes), (text, changes)
 
 
-def test_a_private_run_is_not_told_to_stop_early_and_another_is():
+def test_only_runs_without_privacy_are_advised_to_stop_early():
     (plain,) = overfitting_notices(ROSE, Experiment(**EXPERIMENTS["plain"]))
     assert plain.endswith(
         "the model overfits; take fewer rounds, a smaller method.local.learning_rate or data.val_fraction with "
@@ -113,7 +113,7 @@ def test_a_private_run_is_not_told_to_stop_early_and_another_is():
         (tables(run={"patience": 2}), {"data.val_fraction": 0.1}),
     ],
 )
-def test_what_an_error_advises_is_taken(broken, advised):
+def test_the_changes_that_an_error_advises_are_valid(broken, advised):
     with pytest.raises(InputError) as error:
         Experiment(**broken)
     named = [key for key in VALUES if key.startswith(("data.", "method.fraction")) and key in str(error.value)]
@@ -125,6 +125,6 @@ def test_what_an_error_advises_is_taken(broken, advised):
         Experiment(**broken)
 
 
-def test_a_search_under_privacy_is_not_told_to_split_rows_first():
+def test_a_search_under_privacy_is_not_advised_to_split_rows_first():
     with pytest.raises(InputError, match="does not cover validation losses"):
         tune(Experiment(**EXPERIMENTS["gaussian"]), [0.1], None, fedfm.runtime.progress.Progress())

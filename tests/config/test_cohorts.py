@@ -147,7 +147,7 @@ def test_a_run_of_a_module_without_test_rows_names_the_argument_that_takes_them(
     assert "data." not in notice
 
 
-def test_check_says_so_wherever_the_superlink_is(tmp_path, capsys):
+def test_check_gives_the_notice_wherever_the_superlink_is(tmp_path, capsys):
     for link in (provisioned(tmp_path, 3), "fed.example.org:8443"):
         (tmp_path / "e.toml").write_text(Experiment.from_dict(deployed(link) | SECAGG).to_toml())
         assert main(["check", str(tmp_path / "e.toml")]) == 0

@@ -64,6 +64,6 @@ def test_the_adaptations_defaults_are_filled_in():
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(change, said):
+def test_invalid_tables_are_refused(change, said):
     with pytest.raises(InputError, match=said.replace("[", r"\[")):
         Experiment(**(TABLES | change))

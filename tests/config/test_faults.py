@@ -104,7 +104,7 @@ def copied(tables):
 
 @given(st.sets(st.sampled_from(sorted(FAULTS))))
 @settings(max_examples=30, deadline=None)
-def test_each_fault_is_told_once_and_nothing_else(tmp_path_factory, keys):
+def test_exactly_the_faults_of_a_file_are_reported_each_once(tmp_path_factory, keys):
     tables = copied(GOOD)
     if any(key.startswith("privacy.") for key in keys):
         tables["privacy"] = {"unit": "client", "noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0}
@@ -121,7 +121,7 @@ def test_each_fault_is_told_once_and_nothing_else(tmp_path_factory, keys):
 )
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_so_are_those_of_every_other_file(tmp_path_factory, wrong, load, data):
+def test_exactly_the_faults_of_every_other_kind_of_file_are_reported(tmp_path_factory, wrong, load, data):
     """Each fault is the same alone and among others; rules on whole values wait for values of the right type."""
     keys = data.draw(st.sets(st.sampled_from(sorted(wrong.keys() - {""})), min_size=1))
     tables = copied(wrong[""])
@@ -137,7 +137,7 @@ def test_so_are_those_of_every_other_file(tmp_path_factory, wrong, load, data):
     assert not missed or wrong is not PRETRAINING
 
 
-def test_what_is_missing_is_told_beside_what_is_wrong(tmp_path):
+def test_missing_keys_are_reported_with_wrong_ones(tmp_path):
     assert keys_of(faults_of(tmp_path / "s.toml", {"labl": "x"}, silo_config.load)) == ["data", "labl", "name"]
     assert keys_of(faults_of(tmp_path / "s.toml", {"name": 3}, silo_config.load)) == ["data", "name"]
     assert keys_of(faults_of(tmp_path / "f.toml", {"days": 0}, federation_config.load)) == ["days", "server", "silos"]
@@ -147,7 +147,7 @@ def test_what_is_missing_is_told_beside_what_is_wrong(tmp_path):
     assert found == ["privacy.aggregatr", "privacy.delta", "privacy.unit", "run.workers"]
 
 
-def test_a_key_that_two_readers_refuse_is_told_once(tmp_path):
+def test_a_key_that_two_readers_refuse_is_reported_once(tmp_path):
     tables = copied(GOOD)
     put(tables, "method.name", "json:loads")
     put(tables, "run.workers", -1)
@@ -173,7 +173,7 @@ def test_a_module_of_the_users_that_cannot_be_imported_is_a_fault_of_the_file(tm
         assert re.match(f'{key} = "{name}:f": {why}', found)
 
 
-def test_every_fault_of_a_roster_is_told(tmp_path):
+def test_every_fault_of_a_roster_is_reported(tmp_path):
     path = tmp_path / "roster.toml"
     path.write_text(to_toml({"a": "f" * 64, "b": "f" * 63, "c": 3, "../d": "f" * 64}))
     with pytest.raises(InputError) as refused:
@@ -203,7 +203,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
     ("key", "value", "first"),
     [("method.name", "fedavgg", "method.name"), ("data.name", "digitz", "data.name"), ("model.name", 3, "model.name")],
 )
-def test_what_follows_from_a_wrong_name_is_not_told(tmp_path, key, value, first):
+def test_consequences_of_a_wrong_name_are_not_reported(tmp_path, key, value, first):
     tables = copied(GOOD)
     put(tables, key, value)
     found = faults_of(tmp_path / "e.toml", tables)
@@ -211,7 +211,7 @@ def test_what_follows_from_a_wrong_name_is_not_told(tmp_path, key, value, first)
     assert found[0].startswith(first)
 
 
-def test_a_rule_between_tables_is_told_beside_a_bound(tmp_path):
+def test_a_rule_between_tables_is_reported_with_a_bound(tmp_path):
     tables = copied(GOOD) | {"privacy": {"unit": "client", "target_epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}}
     put(tables, "privacy.aggregator", "secagg")
     put(tables, "aggregation.name", "median")
@@ -221,7 +221,7 @@ def test_a_rule_between_tables_is_told_beside_a_bound(tmp_path):
     assert len(found) >= 2
 
 
-def test_a_distillation_tells_all_faults(tmp_path):
+def test_all_faults_of_a_distillation_are_reported(tmp_path):
     tables = {
         "data": {"name": "digits"},
         "model": {"name": "nano-vit"},

@@ -83,7 +83,7 @@ def test_hints_keys_and_all_faults_need_no_message(tmp_path_factory, changes):
 
 
 @pytest.mark.parametrize("name", ["fedpft", "scaffold", "fedncm", "ensemble"])
-def test_what_a_replaced_method_leaves_behind_needs_no_message(name):
+def test_keys_of_a_replaced_method_are_found_without_messages(name):
     former = {"name": "fedavg", "rounds": 3, "fraction": 0.5, "local": {"learning_rate": 0.1, "momentum": 0.9}}
     tables = {"method": {**former, "name": name}}
     found = without_former_keys(tables, former, ["method.name"], lambda line: None)
@@ -122,7 +122,7 @@ def test_the_message_of_a_fault_that_moves_names_its_new_key():
     assert str(InputError("no such folder").move("data")) == "data: no such folder"
 
 
-def test_a_silo_is_told_every_fault_of_its_file_and_every_term_that_is_not_met(tmp_path):
+def test_a_silo_gets_every_fault_of_its_file_and_every_unmet_term(tmp_path):
     path = tmp_path / "silo.toml"
     path.write_text('name = "a"\ndata = "x.npz"\nbudgt = 3\nallow_methods = ["fedav"]\n')
     with pytest.raises(FaultyFile) as refused:

@@ -152,7 +152,7 @@ def test_a_module_that_is_no_classifier_predicts_its_outputs(ward, tmp_path, cap
     np.testing.assert_allclose(printed, (x @ state["weight"].T + state["bias"]).flatten(), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_of_a_module_that_is_no_classifier_are_told_apart_by_its_loss(ward, tmp_path):
+def test_rows_of_a_module_without_classes_are_told_apart_by_its_loss(ward, tmp_path):
     fedfm.run(tables("line"), tmp_path / "run")
     found = {f.name: f for f in perform(tmp_path / "run")}
     assert found["model_membership"].detail["members"] == found["update_membership"].detail["members"] == 40
@@ -237,7 +237,7 @@ def test_a_trainers_arguments_fill_the_client_optimiser(ward, tmp_path):
         ({"attack": {"name": "label_shuffle", "fraction": 0.2}}, "cannot be attacked"),
     ],
 )
-def test_what_does_not_fit_is_said(ward, tmp_path, changes, words):
+def test_mismatched_modules_and_rows_are_refused(ward, tmp_path, changes, words):
     with pytest.raises(InputError, match=words):
         fedfm.run(tables("pieces", **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -70,7 +70,7 @@ def call(tmp_path, monkeypatch, capsys):
         ("no_class:Plane", "", "", "module 'no_class' has no attribute 'Plane' (did you mean \"Plain\"?)"),
     ],
 )
-def test_what_a_method_lacks_is_said_with_its_name(call, name, old, new, why):
+def test_missing_parts_of_a_users_method_are_named(call, name, old, new, why):
     for verb in ("check", "run", "show"):
         code, line = call(verb, name, old, new)
         assert code == 2
@@ -99,5 +99,5 @@ def test_an_error_in_a_methods_server_half_names_the_methods_line(call, tmp_path
         assert (code, f"(at {tmp_path / name}.py, line {number}; " in line) == (1, True)
 
 
-def test_a_method_that_is_whole_runs(call):
+def test_a_complete_method_of_a_user_runs(call):
     assert call("run", "plain_method:Plain")[0] == 0

@@ -35,7 +35,7 @@ def test_a_path_is_found_next_to_the_file(study):
     assert Experiment.load(written(study, model="net")).model.name == str(study / "net")
 
 
-def test_what_is_not_there_is_relative_to_the_working_directory(study):
+def test_a_path_absent_next_to_the_file_is_relative_to_the_working_directory(study):
     assert Experiment.load(written(study, 'path = "other.npz"')).data.path == "other.npz"
     (study.parent / "elsewhere/rows.npz").write_bytes(b"")
     (study / "rows.npz").unlink()

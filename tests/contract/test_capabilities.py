@@ -23,7 +23,7 @@ from small import experiment
 SOURCE = Path(fedfm.__file__).parent
 
 
-def test_a_method_has_few_members_beside_its_fields():
+def test_a_method_has_few_members_besides_its_fields():
     found = {name for name in vars(Method) if not name.startswith("_")}
     data = {"needs", "traits", "means", "asks", "state_type", "paper"}
     assert found == data | {"init", "step", "params_for", "validate"}
@@ -157,7 +157,7 @@ NAMES = [f.name for f in fields(Traits)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trait_that_a_class_says_by_an_attribute_of_its_own_is_refused(name):
+def test_a_trait_as_an_attribute_of_the_class_is_refused(name):
     base = resolve("methods", "fedavg")
     for value in (True, ("noise",), property(lambda self: True), lambda self: True):
         with pytest.raises(InputError, match=rf"Mine.{name}: nobody .* traits = Traits\({name}=\.\.\.\)"):
@@ -175,7 +175,7 @@ def test_traits_are_traits():
         type("Mine", (Method,), {"traits": {"rows_by_optimiser": True}})
 
 
-def test_only_a_method_that_says_so_computes_with_parameters_alone(tmp_path):
+def test_only_methods_with_the_trait_compute_with_parameters_alone(tmp_path):
     class Mine(resolve("methods", "fedavg")):
         """It may ask the model for outputs, whatever its base does."""
 

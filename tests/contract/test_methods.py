@@ -38,7 +38,7 @@ class TestEveryMethod:
         assert "Algorithm" in doc
         assert "arXiv:" in doc
 
-    def test_tells_nothing_of_engines_data_or_flower(self, name):
+    def test_a_method_imports_no_engine_data_or_flower(self, name):
         source = inspect.getsource(sys.modules[resolve("methods", name).__module__])
         for word in ("flwr", "fedfm.engines", "fedfm.runtime", "fedfm.data"):
             assert f"import {word}" not in source

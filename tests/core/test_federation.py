@@ -239,7 +239,7 @@ def test_a_tensor_that_a_gradient_may_flow_to_is_checked_like_others():
         conform(value, torch.Tensor, most=1.0)
 
 
-def test_no_client_that_is_heard_can_overflow_the_servers_sum_or_its_squares():
+def test_no_accepted_reply_can_overflow_the_servers_sum_or_its_squares():
     """All of them at both limits, in float32."""
     worst = [ok(c, sign * 1e15, 1e9) for c, sign in (("a", 1), ("b", 1), ("c", 1))]
     fed, mean = mean_of(worst)
@@ -248,7 +248,7 @@ def test_no_client_that_is_heard_can_overflow_the_servers_sum_or_its_squares():
     assert torch.isfinite(torch.tensor(mean).square())
 
 
-def test_where_a_state_is_not_finite_is_told_whatever_it_is_made_of():
+def test_the_place_of_a_value_that_is_not_finite_is_named_in_any_state():
     inf, nan = float("inf"), float("nan")
     sound = {"n": 3, "w": params(w=[3e38, -3e38]), "c": {"a": [np.ones(2), torch.arange(3)], "b": (None, "inf")}}
     assert nonfinite(sound) is None

@@ -87,7 +87,7 @@ def test_a_file_of_one_table_names_the_bare_key():
         check(Inner(0), "")
 
 
-def test_what_lies_within_passes():
+def test_values_within_their_bounds_pass():
     check(Table(maker="me", share=1, pull=np.float32(0.5), turn=-3, ranks=(1, 2), parts={"a": math.inf}), "t")
     check(Table(maker="me", name="bb", only=1), "t")
 
@@ -123,12 +123,12 @@ def leaves(hint):
     return {hint}.union(*(leaves(inner) for inner in typing.get_args(hint)))
 
 
-def test_what_has_a_default_out_of_bounds_is_required():
+def test_a_field_with_a_default_out_of_bounds_is_required():
     required = {cls.__name__: [key for key, f, _ in settings_of(cls) if is_required(f)] for cls in (Backdoor, FedBaF)}
     assert required == {"Backdoor": ["fraction"], "FedBaF": ["foundation"]}
 
 
-def test_a_class_beside_fedfms_own_needs_no_bounds():
+def test_a_users_class_needs_no_bounds():
     @dataclass(frozen=True)
     class Mine(FedAvg):
         eta: float = 1.0

@@ -16,11 +16,11 @@ class TestRefusing:
         assert isinstance(found.value.__cause__, RuntimeError)
 
     @pytest.mark.parametrize("error", [OSError("no tokenizer there"), ImportError("no package of that name")])
-    def test_what_libraries_say_of_their_own_files_and_packages_becomes_one_too(self, error):
+    def test_errors_of_libraries_on_their_files_and_packages_become_input_errors(self, error):
         with pytest.raises(InputError, match=str(error)), libraries.refuse("model.name"):
             raise error
 
-    def test_of_a_message_that_begins_with_an_empty_line_the_first_words_are_told(self):
+    def test_the_first_words_of_a_message_after_an_empty_line_are_shown(self):
         with pytest.raises(InputError, match=r"^model: ImportError: needs timm$"), libraries.refuse("model"):
             raise ImportError("\nneeds timm\nby pip")
 
@@ -31,7 +31,7 @@ class TestRefusing:
     @pytest.mark.parametrize(
         "error", [MemoryError(), FileNotFoundError(2, "no such file", "x"), torch.OutOfMemoryError("full")]
     )
-    def test_what_is_no_matter_of_the_input_passes(self, error):
+    def test_errors_that_the_input_did_not_cause_pass_unchanged(self, error):
         with pytest.raises(type(error)), libraries.refuse("data"):
             raise error
 

@@ -64,7 +64,7 @@ def tables(folder, rounds=3, workers=1):
     return Experiment.from_dict(experiment(folder, method=method, run={"workers": workers}))
 
 
-def test_of_runs_that_begin_in_one_folder_at_once_one_runs_to_its_end(tmp_path):
+def test_only_one_of_several_runs_in_one_folder_runs_to_its_end(tmp_path):
     exp = tables(tmp_path)
     alone = fedfm.run(exp, tmp_path / "alone", progress=QUIET)
     assert at_once(5, lambda number: fedfm.run(exp, tmp_path / "run", progress=QUIET)) == [0, 2, 2, 2, 2]
@@ -76,7 +76,7 @@ def test_of_runs_that_begin_in_one_folder_at_once_one_runs_to_its_end(tmp_path):
     assert contents(tmp_path / "run") == before
 
 
-def test_of_wrong_runs_that_begin_in_one_folder_at_once_nothing_stays(tmp_path):
+def test_wrong_runs_in_one_folder_leave_nothing_behind(tmp_path):
     """Each of them discards what it has made, and none what another has made."""
     wrong = Experiment.from_dict(experiment(tmp_path) | {"data": {"path": str(tmp_path / "absent.npz")}})
     good = tables(tmp_path, rounds=1)
@@ -91,7 +91,7 @@ def test_of_wrong_runs_that_begin_in_one_folder_at_once_nothing_stays(tmp_path):
     pytest.fail("the good run was refused each time")
 
 
-def test_of_resumes_at_once_one_goes_on_and_none_goes_on_from_what_it_read_before(tmp_path):
+def test_only_one_of_several_resumes_continues_and_reads_the_newest_state(tmp_path):
     exp = tables(tmp_path)
     straight = fedfm.run(exp, tmp_path / "straight", progress=QUIET)
     stale = Run.create(exp, tmp_path / "run")
@@ -104,7 +104,7 @@ def test_of_resumes_at_once_one_goes_on_and_none_goes_on_from_what_it_read_befor
     assert contents(tmp_path / "run") == done
 
 
-def test_more_rounds_are_added_by_one_process(tmp_path):
+def test_only_one_process_can_add_rounds(tmp_path):
     fedfm.run(tables(tmp_path), tmp_path / "run", progress=QUIET)
     codes = at_once(3, lambda number: fedfm.resume(tmp_path / "run", rounds=5, progress=QUIET))
     assert codes[0] == 0
@@ -112,7 +112,7 @@ def test_more_rounds_are_added_by_one_process(tmp_path):
     assert [line["round"] for line in fedfm.load_run(tmp_path / "run").metrics()] == list(range(6))
 
 
-def test_a_study_is_of_one_process(tmp_path):
+def test_only_one_process_can_run_a_study(tmp_path):
     exp = tables(tmp_path, rounds=1)
 
     def act(number):
@@ -127,7 +127,7 @@ def test_a_study_is_of_one_process(tmp_path):
 
 
 @pytest.mark.proof
-def test_an_export_and_a_file_of_predictions_are_of_one_process(tmp_path):
+def test_only_one_process_can_write_an_export_or_predictions(tmp_path):
     fedfm.run(tables(tmp_path, rounds=1), tmp_path / "run", progress=QUIET)
     for out in (tmp_path / f"model-{number}" for number in range(5)):
         codes = at_once(4, lambda number, out=out: predict.export(tmp_path / "run", "torch", out))
@@ -140,7 +140,7 @@ def test_an_export_and_a_file_of_predictions_are_of_one_process(tmp_path):
     assert list(tmp_path.glob(".rows.json.*")) == []
 
 
-def test_who_is_refused_removes_no_folder_of_another(tmp_path):
+def test_a_refused_process_removes_no_folder_of_the_owner(tmp_path):
     """The owner has the lock, and has written nothing yet."""
     with alone_in(tmp_path / "f", "working"):
         for _ in range(3):
@@ -157,7 +157,7 @@ def test_who_is_refused_removes_no_folder_of_another(tmp_path):
     assert (tmp_path / "f").is_dir()  # it was there before
 
 
-def test_a_model_folder_is_of_one_process(tmp_path):
+def test_only_one_process_can_write_a_model_folder(tmp_path):
     def act(number):
         with claim(tmp_path / "model", "made.json", "making", {"seed": 1}, 1, ("made.json", "checkpoint")):
             time.sleep(0.3)
@@ -180,7 +180,7 @@ time.sleep(60)
 """
 
 
-def test_a_lock_ends_with_its_process_also_where_a_child_of_it_lives_on(tmp_path):
+def test_a_lock_ends_with_its_process_even_if_a_child_survives(tmp_path):
     place = tmp_path / "lock"
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER, str(place)], stdout=subprocess.PIPE, start_new_session=True
@@ -201,7 +201,7 @@ def test_a_lock_ends_with_its_process_also_where_a_child_of_it_lives_on(tmp_path
         holder.stdout.close()
 
 
-def test_a_lock_whose_file_was_removed_is_no_lock_of_the_next_file(tmp_path):
+def test_a_lock_on_a_removed_file_does_not_lock_its_successor(tmp_path):
     first, second, third = (Lock(tmp_path / "lock") for _ in range(3))
     assert first.take()
     (tmp_path / "lock").unlink()
@@ -213,7 +213,7 @@ def test_a_lock_whose_file_was_removed_is_no_lock_of_the_next_file(tmp_path):
     third.release()
 
 
-def test_what_is_discarded_under_a_lock_is_never_anothers(tmp_path):
+def test_discarding_under_a_lock_removes_only_the_owners_files(tmp_path):
     """As soon as the lock is gone the folder may be another's: nothing is removed after it but empty folders."""
     folder = tmp_path / "run"
     (folder / "private").mkdir(parents=True)
@@ -233,7 +233,7 @@ def _mode(path):
 
 @pytest.mark.parametrize(("shared", "expected"), [(False, 0o700), (True, 0o755)])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_run_directory_is_its_owners_alone_unless_asked_otherwise(tmp_path, shared, expected, there):
+def test_a_run_directory_is_private_to_its_owner_by_default(tmp_path, shared, expected, there):
     old = os.umask(0o022)
     try:
         out = tmp_path / "run"
@@ -299,7 +299,7 @@ def on_a_full_disk(folder, most, command):
         ("app app", "app"),
     ],
 )
-def test_a_full_disk_is_named_in_one_line_and_nothing_is_lost(finished, command, place):
+def test_a_full_disk_is_reported_in_one_line_and_no_file_changes(finished, command, place):
     before = contents(finished / "run")
     code, said = on_a_full_disk(finished, 8, command.split())
     assert code == 1, said
@@ -310,7 +310,7 @@ def test_a_full_disk_is_named_in_one_line_and_nothing_is_lost(finished, command,
     assert {name: now.get(name) for name in before} == before
 
 
-def test_the_place_of_an_error_that_names_no_file_is_the_one_without_room(tmp_path):
+def test_an_error_without_a_file_name_names_the_folder_without_room(tmp_path):
     full, odd = OSError(28, "No space left on device"), OSError(5, "Input/output error")
     assert storage.place_of(OSError(28, "", "a/b"), ()) is not None
     assert str(storage.place_of(OSError(28, "No space left", "a/b"), ())) == "a/b"

@@ -16,7 +16,7 @@ lists = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), mi
 
 
 @given(lists, st.data())
-def test_they_are_the_tensors_that_they_were_made_of(rows: list[list[int]], data: st.DataObject) -> None:
+def test_tokens_equal_the_tensors_from_which_they_were_made(rows: list[list[int]], data: st.DataObject) -> None:
     plain, tokens = [torch.tensor(row) for row in rows], Tokens.of(rows)
     assert all(a.equal(b) and a.dtype == torch.int64 for a, b in zip(plain, tokens, strict=True))
     index = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=8))

@@ -173,7 +173,7 @@ def test_a_client_that_sends_nan_is_left_out_with_the_same_words(folder: Path, t
         ({"run": {"transport": "int4"}}, "expected"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+def test_unsuitable_transports_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     base = {
         "data": {"path": str(small.features(tmp_path))},
         "model": {"name": "features"},

@@ -38,7 +38,7 @@ def expected(value):
 
 
 @given(VALUES, st.booleans())
-def test_what_is_written_is_strict_json_of_the_same_value(value, ascii):
+def test_written_json_is_strict_and_has_the_same_value(value, ascii):
     assert strict(to_json(value, ascii=ascii)) == expected(value)
 
 
@@ -50,7 +50,7 @@ def test_scalars_of_numpy_and_torch_are_numbers():
         to_json({"x": object(), "y": math.nan})
 
 
-def test_escapes_and_controls_are_seen_and_do_nothing():
+def test_escapes_and_control_characters_are_shown_as_codes():
     assert visible("a\N{HANGUL FILLER}\N{BRAILLE PATTERN BLANK} b") == "a\\u3164\\u2800 b"
     assert visible("\x1b[2Jc1\r\n\u202e\x9b") == "\\u001b[2Jc1\\u000d\\u000a\\u202e\\u009b"
     assert visible("H\N{LATIN SMALL LETTER O WITH DIAERESIS}pital \N{CJK UNIFIED IDEOGRAPH-5317} 1") == (

@@ -27,7 +27,7 @@ ODD = (
 
 
 @given(st.text(), st.sampled_from(["\u200b", "\ufeff", "\u00ad", "\u2060", "\u200e", "\u3164", "\x07"]))
-def test_a_name_is_read_once_and_shows_all_that_is_seen(text: str, mark: str) -> None:
+def test_reading_a_name_is_idempotent_and_keeps_visible_characters(text: str, mark: str) -> None:
     name = class_name(text)
     assert class_name(name) == name
     assert class_name(mark + text + mark) in (name, class_name(f"{text} ").strip())
@@ -37,7 +37,7 @@ def test_a_name_is_read_once_and_shows_all_that_is_seen(text: str, mark: str) ->
 @pytest.mark.parametrize(
     "text", ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001f468\u200d\U0001f469", "\u2764\ufe0f"]
 )
-def test_what_scripts_and_emoji_need_stays(text: str) -> None:
+def test_joiners_that_scripts_and_emoji_need_stay(text: str) -> None:
     assert class_name(text) == text
 
 
@@ -69,7 +69,7 @@ def clients(folder: Path, names: list[str]) -> DataSpec:
 
 
 @pytest.mark.parametrize("write", [csv, jsonl, pictures, clients])
-def test_one_class_in_many_spellings_is_one_class_and_told(tmp_path: Path, write) -> None:
+def test_spellings_of_one_class_are_one_class_with_a_notice(tmp_path: Path, write) -> None:
     table = load_table(write(tmp_path, ["a", CELL, *ODD]), seed=0)
     assert table.classes == ("a", CELL)
     said = "invisible or indistinguishable characters"

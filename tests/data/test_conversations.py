@@ -79,7 +79,7 @@ def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
         ([{"role": "assistant", "content": "a"}], "begins with the assistant's message"),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, cell, says):
+def test_invalid_conversations_are_refused_with_their_place(tmp_path, cell, says):
     with pytest.raises(InputError, match=says):
         read(tmp_path, [{"messages": cell, "i": 1}], "instruction")
 
@@ -120,7 +120,7 @@ def test_preferences_in_every_form(tmp_path, row, asked):
     assert (prompts.kind, prompts.inputs) == ("instruction", [(asked, "")])
 
 
-def test_equal_answers_are_told(tmp_path):
+def test_equal_answers_are_reported(tmp_path):
     rows = [{"prompt": "a", "chosen": "b", "rejected": c} for c in "bcc"]
     assert read(tmp_path, rows).notices == (
         "in 1 of 3 rows, chosen and rejected are the same answer: such rows teach nothing",
@@ -141,7 +141,7 @@ def test_equal_answers_are_told(tmp_path):
         ({"chosen": said("p", "a")}, 'no column "rejected" .data.rejected.'),
     ],
 )
-def test_what_is_no_preference_is_refused_with_its_place(tmp_path, row, says):
+def test_invalid_preferences_are_refused_with_their_place(tmp_path, row, says):
     with pytest.raises(InputError, match=says):
         read(tmp_path, [row], "preference")
 

@@ -49,7 +49,7 @@ def test_the_names_of_clients_are_compared_like_those_of_classes(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("first", "second", "told"), [("01", "no", True), ("01", "12", False), ("ab", "cd", False)])
-def test_numbers_at_one_client_and_names_at_another_are_told(
+def test_numbers_at_one_client_and_names_at_another_are_reported(
     first: str, second: str, told: bool, tmp_path: Path
 ) -> None:
     for name, labels in (("a", first), ("b", second)):
@@ -150,7 +150,7 @@ def test_the_empty_cell_of_mysql_is_no_class() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 10, 60])
-def test_nothing_in_the_built_in_images_is_doubtful(limit: int | None) -> None:
+def test_the_built_in_images_give_no_notice(limit: int | None) -> None:
     """So they are not examined in each run."""
     table = load_table(DataSpec(name="digits", limit=limit), seed=0)
     assert table.notices == doubts(table, "label") == ()

@@ -122,7 +122,7 @@ def test_another_seed_is_another_split() -> None:
         ),
     ],
 )
-def test_what_it_cannot_do_is_said(how: DataSpec, message: str) -> None:
+def test_unsuitable_partitioners_are_refused(how: DataSpec, message: str) -> None:
     with pytest.raises(InputError, match=message):
         deal(table([0, 1, 2, 3] * 10), how, seed=0)
 
@@ -148,6 +148,6 @@ except Exception as error:
         (DataSpec(name="digits", partition=PartitionSpec("iid", options={})), r'options belongs to "flower"'),
     ],
 )
-def test_what_its_table_lacks_is_said(how: DataSpec, message: str) -> None:
+def test_missing_and_misplaced_keys_of_the_partition_are_refused(how: DataSpec, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check(how)

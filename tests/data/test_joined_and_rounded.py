@@ -112,7 +112,7 @@ def test_a_repeated_column_of_parquet_is_named(tmp_path: Path) -> None:
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
-def test_folders_of_one_class_are_said_to_be_joined(tmp_path: Path) -> None:
+def test_joined_folders_of_one_class_are_reported(tmp_path: Path) -> None:
     for i, name in enumerate(["cat", "cat ", "dog"]):
         picture(tmp_path / name / "0.png", i)
     table = read(tmp_path)
@@ -126,7 +126,7 @@ def test_a_class_may_begin_with_underscores(tmp_path: Path) -> None:
     assert read(tmp_path).classes == ("__none__", "cat")
 
 
-def test_a_folder_of_files_that_are_no_images_is_said_to_be_no_class(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_reported_as_no_class(tmp_path: Path) -> None:
     picture(tmp_path / "cat" / "0.png")
     (tmp_path / "bird").mkdir()
     (tmp_path / "bird" / "0.heic").write_bytes(b"x")
@@ -155,7 +155,7 @@ def test_validation_rows_are_the_test_rows_in_every_layout_without_a_test_split(
         assert any("its validation rows are the test rows" in text for text in table.notices)
 
 
-def test_a_column_without_test_rows_is_said_to_give_training_rows_to_the_test(tmp_path: Path) -> None:
+def test_a_split_column_without_test_rows_is_reported(tmp_path: Path) -> None:
     rows = [f"w{i},{'ab'[i % 2]},{'val' if i % 5 == 0 else 'train'}" for i in range(40)]
     (tmp_path / "a.csv").write_text("\n".join(["text,label,split", *rows]) + "\n")
     table = load_table(DataSpec(path=str(tmp_path / "a.csv")), seed=0)

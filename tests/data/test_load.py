@@ -84,7 +84,7 @@ def test_where_keeps_the_rows_of_the_listed_values_and_all_classes(tmp_path: Pat
     assert fingerprint(texts(site=("x", "y", "z"))) == fingerprint(texts())
 
 
-def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
+def test_where_refuses_absent_columns_and_values(tmp_path: Path) -> None:
     path = silo(tmp_path / "a.csv", list("ab") * 5, more="x")
     only_test = silo(tmp_path / "b.csv", list("ab") * 5, ["test"] * 5 + ["train"] * 5)
     (tmp_path / "c.csv").write_text("text,label,split,site\nt,a,test,x\nu,a,train,y")
@@ -203,7 +203,7 @@ def test_the_name_of_the_built_in_set_is_no_path(tmp_path: Path, monkeypatch: py
         load_table(DataSpec(path="digits"), seed=0)
 
 
-def test_too_few_rows_for_a_test_are_said(tmp_path: Path) -> None:
+def test_too_few_rows_for_a_test_are_reported(tmp_path: Path) -> None:
     table = load_table(DataSpec(path=silo(tmp_path / "a.csv", ["a", "b"])), seed=0)
     assert len(table.rows("test")) == 0
     assert "there are no test rows" in table.notices[-1]

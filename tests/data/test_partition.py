@@ -231,7 +231,7 @@ def test_own_test_rows_by_hand() -> None:
     assert len(drawn) == 4  # which of the four goes to client 1 is drawn
 
 
-def test_test_rows_of_a_class_nobody_trains_on_are_said() -> None:
+def test_test_rows_of_a_class_that_nobody_trains_on_are_reported() -> None:
     table = rows([0, 0, 1], ["train", "train", "test"])
     data = deal(table, spec(clients=2), seed=0)
     assert all(len(c.test) == 0 for c in data.clients.values())

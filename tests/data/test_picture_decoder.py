@@ -88,7 +88,9 @@ def stored(mode: str, shown: np.ndarray, alpha: np.ndarray, palette: np.ndarray)
     seed=st.integers(0, 2**32 - 1),
     opaque=st.booleans(),
 )
-def test_every_mode_and_orientation_gives_what_is_seen(mode: str, orientation: int, seed: int, opaque: bool) -> None:
+def test_every_mode_and_orientation_gives_the_visible_pixels(
+    mode: str, orientation: int, seed: int, opaque: bool
+) -> None:
     rng = np.random.default_rng(seed)
     raw, palette = rng.integers(0, 256, (5, 7, 3), np.uint8), rng.integers(0, 256, (256, 3), np.uint8)
     alpha = np.full((5, 7), 255, np.uint8) if opaque else rng.integers(0, 256, (5, 7), np.uint8)
@@ -103,7 +105,7 @@ def test_every_mode_and_orientation_gives_what_is_seen(mode: str, orientation: i
 
 
 @pytest.mark.parametrize("mode", ["YCbCr", "HSV", "PA", "RGBX", "RGBa", "La"])
-def test_modes_that_plugins_give_are_seen_alike(mode: str) -> None:
+def test_modes_of_plugins_give_the_same_pixels(mode: str) -> None:
     """Smooth colours, since some of these modes have fewer; "a" is colour times alpha."""
     base = Image.new("RGBA", (4, 3), (200, 100, 50, 255 if mode[-1] != "a" else 128))
     through = base.convert("LA") if mode == "La" else base if mode == "RGBa" else base.convert("RGB")
@@ -129,7 +131,7 @@ def test_damaged_exif_data_leave_the_picture_as_it_is_stored() -> None:
     assert decode(out.getvalue()).shape == (3, 4, 3)
 
 
-def test_what_reading_changes_or_leaves_out_is_said_once(tmp_path: Path) -> None:
+def test_changes_and_losses_by_decoding_are_reported_once(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
 
     def noise(*shape: int) -> np.ndarray:
@@ -263,7 +265,7 @@ def test_an_array_of_16_bits_is_read_as_files_with_its_pixels(tmp_path: Path, ch
     assert len(said(table)) == 1
 
 
-def test_colours_and_alpha_of_16_bits_are_said() -> None:
+def test_colours_and_alpha_of_16_bits_are_reported() -> None:
     assert [look(png16(np.zeros((2, 2, c), np.uint16))).deep for c in (1, 2, 3, 4)] == [False, True, True, True]
     assert not look(encoded(Image.new("RGBA", (2, 2)))).deep
 
@@ -281,9 +283,7 @@ def test_colours_and_alpha_of_16_bits_are_said() -> None:
         (np.zeros((2, 4, 4), np.uint16), "x[..., None]"),
     ],
 )
-def test_the_hint_for_another_array_of_pictures_makes_one_that_is_read(
-    tmp_path: Path, x: np.ndarray, hint: str
-) -> None:
+def test_the_hint_for_an_array_of_another_form_makes_a_readable_one(tmp_path: Path, x: np.ndarray, hint: str) -> None:
     file = tmp_path / "x.npz"
     np.savez(file, x=x, y=np.arange(2))
     with pytest.raises(InputError) as refused:

@@ -51,14 +51,14 @@ def wine() -> np.ndarray:
         (lambda x: np.column_stack([x[:, :1] * 100, x[:, 1:]]), "column x[:, 0] is usually from"),
     ],
 )
-def test_vectors_in_other_units_or_another_order_are_told(change: Any, word: str, tmp_path: Path) -> None:
+def test_vectors_in_other_units_or_another_order_are_reported(change: Any, word: str, tmp_path: Path) -> None:
     x = wine()
     trained, now = vectors(tmp_path / "a.npz", x[:90]), vectors(tmp_path / "b.npz", change(x[90:]))
     found = told(trained, now, "features")
     assert word in found if word else found == ""
 
 
-def test_values_of_one_sign_after_training_around_zero_are_told(tmp_path: Path) -> None:
+def test_values_of_one_sign_after_training_around_zero_are_reported(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(80, 4))
     trained = vectors(tmp_path / "a.npz", x[:40])
     assert told(trained, vectors(tmp_path / "b.npz", x[40:]), "features") == ""
@@ -92,7 +92,7 @@ def test_names_of_columns_have_one_order(tmp_path: Path) -> None:
         (lambda x: np.kron(x, np.ones((1, 8, 8), np.uint8)), "sides of about"),
     ],
 )
-def test_images_of_another_form_are_told(change: Any, word: str, tmp_path: Path) -> None:
+def test_images_of_another_form_are_reported(change: Any, word: str, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 80, (40, 12, 16)).astype(np.uint8)
     trained = tmp_path / "a.npz"
     np.savez(trained, x=x[:20, ..., None], y=np.arange(20) % 2)
@@ -118,7 +118,7 @@ ENGLISH = [f"this was the {i}th of the letters that you have not seen" for i in 
         ([f"<p>{t}</p>" for t in ENGLISH], "have tags of HTML"),
     ],
 )
-def test_texts_that_are_written_otherwise_are_told(texts: list[str], word: str, tmp_path: Path) -> None:
+def test_texts_that_are_written_otherwise_are_reported(texts: list[str], word: str, tmp_path: Path) -> None:
     trained, now = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     trained.write_text("\n".join(json.dumps({"text": t, "label": "ab"[i % 2]}) for i, t in enumerate(ENGLISH)))
     now.write_text("\n".join(json.dumps({"text": t}) for t in texts))
@@ -140,7 +140,7 @@ def test_a_column_that_prompts_were_made_of_is_missed(tmp_path: Path) -> None:
     ("labels", "word"),
     [(("ham", "spam"), ""), (("ham", "eggs"), '"eggs"'), (("0", "1"), ""), (("1", "2"), '"1", "2"'), (("", ""), "")],
 )
-def test_labels_that_are_no_class_of_the_model_are_told(labels: tuple[str, str], word: str, tmp_path: Path) -> None:
+def test_labels_that_are_no_class_of_the_model_are_reported(labels: tuple[str, str], word: str, tmp_path: Path) -> None:
     def write(name: str, names: tuple[str, str]) -> Path:
         rows = [{"text": t, "label": names[i % 2]} for i, t in enumerate(ENGLISH)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))

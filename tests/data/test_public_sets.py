@@ -59,7 +59,7 @@ def test_cifar_100_has_two_columns_of_labels(tmp_path: Path, saved: bool) -> Non
         load_table(DataSpec(**where), seed=0)
 
 
-def test_svhn_has_a_third_split_which_is_left_out_and_said(tmp_path: Path) -> None:
+def test_the_third_split_of_svhn_is_left_out_with_a_notice(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     digits = {"label": [str(i) for i in range(10)]}
     parts = {split: hub_set("image", digits, n) for split, n in (("train", 40), ("test", 20), ("extra", 20))}

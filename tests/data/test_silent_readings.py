@@ -78,7 +78,7 @@ def test_an_image_that_lost_its_end_is_refused_by_its_name(
     assert ImageFile.LOAD_TRUNCATED_IMAGES
 
 
-def test_what_stands_behind_a_jpeg_and_flat_images_are_no_fault() -> None:
+def test_bytes_after_a_jpeg_and_flat_images_are_no_fault() -> None:
     whole = encode(picture(1), "JPEG")
     film = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8).tobytes()
     for data in (whole, whole + bytes(3000), whole + b"\xff\xda" + film, encode(picture(1), "JPEG", progressive=True)):
@@ -89,7 +89,7 @@ def test_what_stands_behind_a_jpeg_and_flat_images_are_no_fault() -> None:
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "GIF", "TIFF"])
-def test_frames_that_are_not_read_are_told_for_predictions_too(form: str, tmp_path: Path) -> None:
+def test_frames_that_are_not_read_are_reported_for_predictions_too(form: str, tmp_path: Path) -> None:
     more = {"save_all": True, "append_images": [picture(90), picture(91)]}
     folder(tmp_path, lambda c, i: (form, encode(picture(i + 50 * c), form, **more)))
     for table in (
@@ -121,7 +121,7 @@ def test_images_of_an_unknown_format_are_named(tmp_path: Path) -> None:
         (lambda c: ("PNG", 48, "RGB"), ""),
     ],
 )
-def test_classes_whose_files_differ_in_form_are_told(
+def test_classes_whose_files_differ_in_form_are_reported(
     form: Callable[[int], tuple[str, int, str]], word: str, tmp_path: Path
 ) -> None:
     def file(c: int, i: int) -> tuple[str, bytes]:
@@ -132,7 +132,7 @@ def test_classes_whose_files_differ_in_form_are_told(
     assert word in "\n".join(notices) if word else notices == ()
 
 
-def test_one_image_of_another_form_says_nothing(tmp_path: Path) -> None:
+def test_one_image_of_another_form_gives_no_notice(tmp_path: Path) -> None:
     def file(c: int, i: int) -> tuple[str, bytes]:
         form = "JPEG" if c or i == 0 else "PNG"
         return form, encode(picture(i + 50 * c), form)
@@ -154,7 +154,7 @@ def told(x: np.ndarray, y: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("mark", [-999, -9999, 9999, 999, 99, 1e20, -32768])
-def test_a_number_that_marks_missing_values_is_told(mark: float, tmp_path: Path) -> None:
+def test_a_number_that_marks_missing_values_is_reported(mark: float, tmp_path: Path) -> None:
     x, y = vectors()
     x[::20, 3] = mark
     assert f"column x[:, 3] is {mark:g} in 10 of 200 rows" in told(x, y)
@@ -172,7 +172,7 @@ def test_numbers_that_mark_nothing_say_nothing() -> None:
         assert told(np.column_stack([x, column, -np.ones(200)]), rng.permutation(y)) == ""
 
 
-def test_a_label_among_the_features_is_told() -> None:
+def test_a_label_among_the_features_is_reported() -> None:
     x, y = vectors()
     assert "column x[:, 5] alone tells the class of each row:" in told(np.column_stack([x, y]), y)
     image = np.array([7.5, -2, 3])[y]
@@ -187,7 +187,7 @@ def test_a_label_among_the_features_is_told() -> None:
     assert told(np.column_stack([x, y])[:12], y[:12]) == ""  # too few rows
 
 
-def test_the_index_of_a_data_frame_is_told() -> None:
+def test_the_index_of_a_data_frame_is_reported() -> None:
     x, y = vectors()
     assert "column x[:, 5] numbers the rows, from 7 to 206" in told(np.column_stack([x, np.arange(200) + 7]), y)
     assert "from 0 to 99" in told(np.column_stack([x, np.arange(200) % 100]), y)  # of two clients
@@ -233,12 +233,12 @@ def words(rows: list[dict[str, Any]], path: Path, task: str | None = None) -> st
         ("decade {}", ""),
     ],
 )
-def test_texts_that_are_none_are_told(text: str, word: str, tmp_path: Path) -> None:
+def test_texts_that_mean_no_text_are_reported(text: str, word: str, tmp_path: Path) -> None:
     found = words([{"text": text.format(100 + i), "label": "ab"[i % 2]} for i in range(40)], tmp_path)
     assert word in found if word else found == ""
 
 
-def test_texts_that_are_the_names_of_their_classes_are_told(tmp_path: Path) -> None:
+def test_texts_that_are_the_names_of_their_classes_are_reported(tmp_path: Path) -> None:
     rows = [{"text": "ab"[i % 2], "label": "ab"[i % 2]} for i in range(40)]
     assert "are the names of their classes" in words(rows, tmp_path)
     assert words([{**rows[0], "text": "b"}, *rows[1:]], tmp_path) == ""
@@ -258,13 +258,13 @@ def test_texts_that_are_the_names_of_their_classes_are_told(tmp_path: Path) -> N
         ("write a list [1] of {}", "### Heading\n<b>{}</b>", ""),
     ],
 )
-def test_answers_that_teach_nothing_are_told(asked: str, answer: str, word: str, tmp_path: Path) -> None:
+def test_answers_that_teach_nothing_are_reported(asked: str, answer: str, word: str, tmp_path: Path) -> None:
     rows = [{"instruction": asked.format(i), "output": answer.format(i)} for i in range(30)]
     found = words(rows, tmp_path, "instruction")
     assert word in found if word else found == ""
 
 
-def test_preferences_that_contradict_each_other_are_told(tmp_path: Path) -> None:
+def test_preferences_that_contradict_each_other_are_reported(tmp_path: Path) -> None:
     def rows(exchanged: bool) -> list[dict[str, str]]:
         pairs = [("a", "b") if i % 2 or not exchanged else ("b", "a") for i in range(30)]
         return [
@@ -289,7 +289,7 @@ def test_preferences_that_contradict_each_other_are_told(tmp_path: Path) -> None
         ("phase", ("test", "test"), False),
     ],
 )
-def test_a_column_that_marks_splits_and_is_not_read_is_told(
+def test_a_column_that_marks_splits_and_is_not_read_is_reported(
     name: str, values: tuple[Any, ...], told: bool, tmp_path: Path
 ) -> None:
     rows = [{"text": f"row {i}", "label": "ab"[i // 3 % 2], name: values[i % len(values)]} for i in range(60)]
@@ -311,7 +311,7 @@ def test_a_column_that_marks_splits_and_is_not_read_is_told(
         ("posiive", 9, False),
     ],
 )
-def test_a_rare_class_that_is_a_misspelt_one_is_told(rare: str, rows: int, told: bool, tmp_path: Path) -> None:
+def test_a_rare_class_that_is_a_misspelt_one_is_reported(rare: str, rows: int, told: bool, tmp_path: Path) -> None:
     labels = ["positive", "negative"] * 30 + [rare] * rows
     lines = [{"text": f"row {i}", "label": label} for i, label in enumerate(labels)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -92,7 +92,7 @@ def test_a_column_of_the_system_is_its_message(tmp_path: Path, row: Any, name: s
     assert read(jsonl(tmp_path / "b.jsonl", row | {name: ""})).inputs[0] == bare
 
 
-def test_a_system_that_says_two_things_is_refused(tmp_path: Path) -> None:
+def test_two_different_system_messages_are_refused(tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "a"}, *talk()], "system": "a"}
     assert read(jsonl(tmp_path / "a.jsonl", row)).inputs[0][0] == (("system", "a"), *ASK)
     with pytest.raises(InputError, match=r'column "system".*data\.system'):
@@ -101,14 +101,14 @@ def test_a_system_that_says_two_things_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["<noinput>", " <NoInput>\n", "", None])
-def test_an_input_that_says_that_there_is_none(tmp_path: Path, said: str | None) -> None:
+def test_an_input_that_means_no_input_counts_as_empty(tmp_path: Path, said: str | None) -> None:
     row = {"instruction": "name a fish", "input": said, "output": "cod"}
     assert read(jsonl(tmp_path / "a.jsonl", row)).inputs[0] == ("name a fish", "cod")
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-3, 12), min_size=6, max_size=12), st.sampled_from([".0", ",0", ",00"]))
-def test_whole_numbers_with_a_fraction_of_zero_are_whole(tmp_path_factory: Any, labels: list[int], end: str) -> None:
+def test_integers_with_a_fraction_of_zero_are_integers(tmp_path_factory: Any, labels: list[int], end: str) -> None:
     plain, path = (tmp_path_factory.mktemp("rows") / f"{name}.csv" for name in "ab")
     for place, more in ((plain, ""), (path, end)):
         place.write_text("text;label\n" + "".join(f"row {i};{x}{more}\n" for i, x in enumerate(labels)))
@@ -171,7 +171,7 @@ def test_a_mark_of_no_input_is_none(mark: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["N/A", "none", "NaN", "No input", "-", "..."])
-def test_a_word_for_nothing_is_said_to_be_a_text(tmp_path: Path, text: str) -> None:
+def test_a_word_that_means_no_text_gets_a_notice(tmp_path: Path, text: str) -> None:
     table = read(jsonl(tmp_path / "a.jsonl", {"instruction": "a", "input": text, "output": "b"}))
     assert table.inputs[0][0].endswith(text)
     assert [x for x in table.notices if f'holds "{text}" or the like in 5 rows' in x]
@@ -183,12 +183,12 @@ def test_a_word_for_nothing_is_said_to_be_a_text(tmp_path: Path, text: str) -> N
     "names",
     [["ant", "bee"], {"0": "ant", "1": "bee"}, {"1": "bee", "0": "ant"}, {"ant": 0, "bee": 1}, {"bee": 1, "ant": 0}],
 )
-def test_names_of_classes_beside_parquet_are_read_in_every_form(tmp_path: Path, names: Any) -> None:
+def test_names_of_classes_next_to_parquet_files_are_read_in_every_form(tmp_path: Path, names: Any) -> None:
     assert parquet(tmp_path / "a.parquet", names).classes == ("ant", "bee")
 
 
 @pytest.mark.parametrize("names", [{"0": "ant", "2": "bee"}, {"x": "ant", "y": "bee"}, {"ant": 1, "bee": 2}, 7])
-def test_names_of_classes_that_are_not_read_are_said(tmp_path: Path, names: Any) -> None:
+def test_names_of_classes_that_are_not_read_are_reported(tmp_path: Path, names: Any) -> None:
     table = parquet(tmp_path / "a.parquet", names)
     assert table.classes == ("0", "1")
     assert [x for x in table.notices if 'class names of column "label"' in x and "are not read" in x]

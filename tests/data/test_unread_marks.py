@@ -53,7 +53,7 @@ def said(path: Path, task: str | None = None, **more: Any) -> str:
         ("patient_id", lambda i: i, ""),
     ],
 )
-def test_a_column_that_parts_the_rows_is_told(name: str, value: Any, word: str, tmp_path: Path) -> None:
+def test_a_column_that_splits_the_rows_is_reported(name: str, value: Any, word: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows=3000 if "sub" in name or value(0) == "train" else 60, **{name: value})
     found = said(path)
     assert word in found if word else found == ""
@@ -69,7 +69,7 @@ def test_patients_who_are_kept_apart_say_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"), [("test.xlsx", True), ("test.arrow", True), ("test.dat", True), ("README.md", False)]
 )
-def test_files_next_to_those_that_are_read_are_told(name: str, told: bool, tmp_path: Path) -> None:
+def test_files_next_to_those_that_are_read_are_reported(name: str, told: bool, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl")
     (tmp_path / name).write_bytes(b"x")
     (tmp_path / "train.py").write_bytes(b"x")
@@ -80,7 +80,7 @@ def test_files_next_to_those_that_are_read_are_told(name: str, told: bool, tmp_p
     ("labels", "told"),
     [((0, 1, "neg", "pos"), True), (("1", "2", "3", "unknown"), False), ((0, 1), False), (("no", "yes", 1), False)],
 )
-def test_numbers_among_names_of_classes_are_told(labels: tuple[Any, ...], told: bool, tmp_path: Path) -> None:
+def test_numbers_among_names_of_classes_are_reported(labels: tuple[Any, ...], told: bool, tmp_path: Path) -> None:
     assert ("holds numbers" in said(write(tmp_path / "a.jsonl", labels))) == told
 
 
@@ -95,7 +95,7 @@ def test_numbers_among_names_of_classes_are_told(labels: tuple[Any, ...], told: 
         (("cat",), ("dog",), ""),
     ],
 )
-def test_classes_of_clients_that_do_not_fit_are_told(
+def test_classes_of_clients_that_do_not_fit_are_reported(
     north: tuple[Any, ...], south: tuple[Any, ...], word: str, tmp_path: Path
 ) -> None:
     files = {
@@ -113,7 +113,7 @@ def test_classes_of_clients_that_do_not_fit_are_told(
 @pytest.mark.parametrize(
     ("change", "word"), [(lambda x: x, ""), (lambda x: x[:, ::-1], "another order?"), (lambda x: x * 30, "other units")]
 )
-def test_clients_whose_vectors_differ_are_told(change: Any, word: str, tmp_path: Path) -> None:
+def test_clients_whose_vectors_differ_are_reported(change: Any, word: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, of in (("n", lambda x: x), ("s", change)):
         x = rng.normal(size=(60, 5)) + 10 * np.arange(5)
@@ -123,14 +123,14 @@ def test_clients_whose_vectors_differ_are_told(change: Any, word: str, tmp_path:
     assert word in found if word else found == ""
 
 
-def test_channels_that_are_read_as_height_are_told(tmp_path: Path) -> None:
+def test_channels_that_are_read_as_height_are_reported(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (30, 1, 28, 3)).astype(np.uint8)
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(30) % 2)
     assert "1 pixels high: if this axis has the channels" in said(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("what", ["cmyk", "mask", "plain"])
-def test_colours_of_print_and_masks_among_images_are_told(what: str, tmp_path: Path) -> None:
+def test_colours_of_print_and_masks_among_images_are_reported(what: str, tmp_path: Path) -> None:
     for i in range(12):
         (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
         cells = np.random.default_rng(i).integers(0, 256, (4, 4, 3)).repeat(8, 0).repeat(8, 1)
@@ -155,7 +155,9 @@ def test_colours_of_print_and_masks_among_images_are_told(what: str, tmp_path: P
         ("score", lambda i: 1.0, ""),
     ],
 )
-def test_answers_that_are_judged_and_learned_alike_are_told(column: str, value: Any, word: str, tmp_path: Path) -> None:
+def test_answers_with_ratings_that_are_all_learned_alike_are_reported(
+    column: str, value: Any, word: str, tmp_path: Path
+) -> None:
     rows = [{"prompt": f"say {i} now", "completion": f"yes {i * i}", column: value(i)} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = said(tmp_path / "a.jsonl")
@@ -166,7 +168,7 @@ def test_answers_that_are_judged_and_learned_alike_are_told(column: str, value: 
 
 
 @pytest.mark.parametrize("better", [5.0, 1.0])
-def test_scores_that_speak_for_the_rejected_answer_are_told(better: float, tmp_path: Path) -> None:
+def test_scores_that_speak_for_the_rejected_answer_are_reported(better: float, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"say {i}", "chosen": f"yes {i}", "rejected": f"no {i}", "score_chosen": better, "score_rejected": 3}
         for i in range(30)
@@ -180,7 +182,7 @@ def test_scores_that_speak_for_the_rejected_answer_are_told(better: float, tmp_p
     ("tags", "word"),
     [(("o", "B-X"), '"o" counts as a type of'), ((0, 1), "are numbers"), (("O", "B-X"), ""), (("NN", "VB"), "")],
 )
-def test_tags_without_an_outside_are_told(tags: tuple[Any, ...], word: str, tmp_path: Path) -> None:
+def test_tags_without_an_outside_are_reported(tags: tuple[Any, ...], word: str, tmp_path: Path) -> None:
     rows = [{"tokens": ["a", f"b{i}"], "tags": tags} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = said(tmp_path / "a.jsonl", "token_classification")
@@ -200,7 +202,7 @@ def test_tags_without_an_outside_are_told(tags: tuple[Any, ...], word: str, tmp_
         ("what is {}? ... and then", ""),
     ],
 )
-def test_texts_that_other_programs_changed_are_told(text: str, word: str, tmp_path: Path) -> None:
+def test_texts_that_other_programs_changed_are_reported(text: str, word: str, tmp_path: Path) -> None:
     rows = [{"text": text.format(i), "label": "ab"[i % 2]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = said(tmp_path / "a.jsonl")
@@ -208,7 +210,7 @@ def test_texts_that_other_programs_changed_are_told(text: str, word: str, tmp_pa
 
 
 @pytest.mark.parametrize(("limit", "told"), [(255, True), (10_000, False), (90, False)])
-def test_texts_that_were_cut_at_one_length_are_told(limit: int, told: bool, tmp_path: Path) -> None:
+def test_texts_that_were_cut_at_one_length_are_reported(limit: int, told: bool, tmp_path: Path) -> None:
     rows = [{"text": (f"word {i} " * (5 + i))[:limit], "label": "ab"[i % 2]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert ("has another program cut them?" in said(tmp_path / "a.jsonl")) == told
@@ -218,7 +220,7 @@ def test_texts_that_were_cut_at_one_length_are_told(limit: int, told: bool, tmp_
     ("text", "told"),
     [("topic {own}: row {i}", True), ("row {i}", False), ("{own} and {other} {i}", False), ("{own}ish {i}", False)],
 )
-def test_a_label_that_is_written_into_the_texts_is_told(text: str, told: bool, tmp_path: Path) -> None:
+def test_a_label_that_is_written_into_the_texts_is_reported(text: str, told: bool, tmp_path: Path) -> None:
     names = ("cats", "dogs")
     rows = [
         {"text": text.format(own=names[i % 2], other=names[1 - i % 2], i=i), "label": names[i % 2]} for i in range(40)
@@ -235,7 +237,7 @@ def test_a_label_that_is_written_into_the_texts_is_told(text: str, told: bool, t
         ("A story, of {i}, goes on.", ""),
     ],
 )
-def test_a_table_that_is_read_as_running_text_is_told(line: str, word: str, tmp_path: Path) -> None:
+def test_a_table_that_is_read_as_running_text_is_reported(line: str, word: str, tmp_path: Path) -> None:
     head = ["text,label"] if word.startswith("rows") else []
     (tmp_path / "a.txt").write_text("\n".join([*head, *(line.format(i=i) for i in range(200))]))
     found = said(tmp_path / "a.txt")

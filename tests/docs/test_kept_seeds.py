@@ -49,7 +49,7 @@ def test_only_the_first_seed_and_new_ones_are_run(kept_seeds, seeds, earlier, ro
 
 @FEW
 @given(seeds=SEEDS, moved=st.one_of(st.floats(0.21, 9), st.floats(-9, -0.21)))
-def test_where_the_first_seed_moved_every_seed_is_run(kept_seeds, capsys, seeds, moved) -> None:
+def test_a_row_whose_first_seed_changed_runs_every_seed_again(kept_seeds, capsys, seeds, moved) -> None:
     capsys.readouterr()
     old = {str(s): figures(s, moved) for s in range(10)}
     assert kept_seeds.add_seeds("row", seeds, old, figures) == {str(s): figures(s) for s in seeds}
@@ -69,5 +69,5 @@ def test_where_the_first_seed_moved_every_seed_is_run(kept_seeds, capsys, seeds,
         ({"accuracy": 5.0, "seconds": 1.0, "more": ["a"]}, {"accuracy": 5.0, "seconds": 9.0, "more": ["b"]}, []),
     ],
 )
-def test_what_counts_as_moved(kept_seeds, old, new, moved) -> None:
+def test_changes_of_figures_are_found_beyond_rounding(kept_seeds, old, new, moved) -> None:
     assert kept_seeds.differences(old, new) == moved

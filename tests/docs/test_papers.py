@@ -50,7 +50,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_show_lists_each_setting_that_differs_and_no_other(name, capsys):
+def test_show_lists_exactly_the_settings_that_differ_from_the_paper(name, capsys):
     cls, tables = resolve("methods", name), whole(name)
     expected = {key for key, paper in cls.paper.items() if not same(at(tables, key, cls), paper.value)}
     assert main(["show", name]) == 0
@@ -64,7 +64,7 @@ def test_the_methods_of_the_papers_are_compared():
     assert {"blindfed", "fedbaf", "fedbip", "fedms", "fedpft"} <= set(METHODS)
 
 
-def test_a_default_that_becomes_the_papers_is_listed_no_more():
+def test_a_default_equal_to_the_papers_is_not_listed():
     @dataclass(frozen=True)
     class Mine(FedMS):
         local: AdamW = setting(AdamW(learning_rate=1e-3, weight_decay=0.05, batch_size=512, betas=(0.9, 0.98)), "")
@@ -74,7 +74,7 @@ def test_a_default_that_becomes_the_papers_is_listed_no_more():
     assert "method.local.learning_rate" in keys  # 2e-4 in the paper, as FedMS has it
 
 
-def test_a_key_that_does_not_exist_is_an_error():
+def test_a_paper_setting_with_an_unknown_key_is_an_error():
     @dataclass(frozen=True)
     class Mine(FedAvg):
         paper: ClassVar = {"method.local.rate": Paper(1)}
@@ -83,7 +83,7 @@ def test_a_key_that_does_not_exist_is_an_error():
         differences(Mine)
 
 
-def test_show_lists_the_differences_of_a_method_from_elsewhere(tmp_path, monkeypatch, capsys):
+def test_show_lists_the_differences_of_a_users_method(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     lines = [
         '"""Mine: a title."""',

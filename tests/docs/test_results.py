@@ -78,7 +78,7 @@ def test_the_seeds_that_an_open_claim_needs_are_those_of_students_t(reproduce: M
         assert abs(int(said.removesuffix(" seeds")) - (enough or [claims.MOST + 1])[0]) <= 1, "the table is rounded"
 
 
-def test_many_seeds_are_said_by_their_ends_and_in_the_order_of_numbers(reproduce: ModuleType) -> None:
+def test_many_seeds_are_written_as_ranges_in_ascending_order(reproduce: ModuleType) -> None:
     claims = sys.modules["claims"]
     found = {"a": {str(s): 1.0 + s for s in (10, 2, 0, 1, 9)}, "b": {str(s): 0.0 for s in range(30)}}
     check = {"what": "w", "left": "a", "right": "b", "at_least": 0}
@@ -324,7 +324,7 @@ def test_a_vit_for_smaller_pictures_is_the_one_that_interpolates_its_positions(
     assert processor == {"size": {"height": 48, "width": 48}, "resample": 3}
 
 
-def test_a_run_made_before_a_key_was_there_is_kept_and_one_of_other_keys_made_again(
+def test_a_run_older_than_a_key_is_kept_and_a_run_of_other_keys_is_replaced(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, out = tmp_path / "t__r.toml", tmp_path / "runs" / "r"

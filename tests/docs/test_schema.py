@@ -196,7 +196,7 @@ def places(table, path=()):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(experiments())
-def test_what_is_drawn_is_valid(tables):
+def test_drawn_experiments_are_valid(tables):
     assert parser_accepts(tables)
     assert complaint(tables) is None
 

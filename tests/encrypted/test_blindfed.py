@@ -105,7 +105,7 @@ def experiment(folder, method=None, **tables):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(method, tables, reason, tmp_path):
+def test_invalid_settings_are_refused(method, tables, reason, tmp_path):
     with pytest.raises(InputError, match=reason):
         Experiment.from_dict(experiment(tmp_path, method, **tables))
 
@@ -126,7 +126,7 @@ def test_another_foundation_is_refused_before_the_data_are_read(foundation, reas
         populate(e)
 
 
-def test_sites_are_told_no_model(tmp_path):
+def test_clients_do_not_receive_the_models_name(tmp_path):
     e = Experiment.from_dict(experiment(tmp_path, {"encryption": "ckks"}))
     told = e.for_clients().to_toml()
     assert "tiny-twin" not in told

@@ -128,7 +128,7 @@ def test_a_killed_batch_goes_on_in_the_same_orders():
 
 
 @pytest.mark.proof
-def test_what_comes_back_is_checked():
+def test_replies_of_the_client_are_checked():
     def repeated(run):
         return lambda block, message: run.sent[1]
 
@@ -145,7 +145,7 @@ def test_what_comes_back_is_checked():
             run.go()
 
 
-def test_what_the_holder_refuses():
+def test_the_client_refuses_altered_messages():
     run = Run()
     x = encrypted(run, np.ones((SAMPLES, TOKENS, 4)))
     message = run.owner.permute(0, x, ORDERS[0])

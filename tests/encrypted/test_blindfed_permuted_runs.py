@@ -89,7 +89,7 @@ def test_clients_get_the_same_in_the_same_orders_as_in_the_clear(runs):
 
 
 @pytest.mark.proof
-def test_it_learns_the_same(runs):
+def test_a_run_on_ciphertexts_learns_as_one_in_the_clear(runs):
     _, results, _ = runs
     result, details = results["ckks"], results["ckks"]["details"]
     assert result["excluded"] == []

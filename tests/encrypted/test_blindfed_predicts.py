@@ -67,7 +67,7 @@ def test_clients_predict_what_the_server_would(folder, tmp_path):
         ({"released": "class"}, "its released is 'grid'"),
     ],
 )
-def test_what_cannot_predict_is_refused(change, reason, folder, tmp_path):
+def test_runs_that_cannot_predict_are_refused(change, reason, folder, tmp_path):
     more = {"encryption": "clear", "rounds": 0, "predict": True, "trained": str(folder / "run")}
     with pytest.raises(InputError, match=reason):
         fedfm.run(experiment(folder, **more | change), tmp_path / "run")

@@ -51,7 +51,7 @@ def clear(tmp_path_factory):
     return folder, tables, fedfm.run(tables, folder / "run")
 
 
-def test_in_the_clear_it_learns_and_says_that_it_is_a_simulation(clear):
+def test_a_run_in_the_clear_learns_and_states_that_it_is_a_simulation(clear):
     folder, _, result = clear
     assert result["accuracy"] > 0.9  # a quarter is guessing
     assert result["details"]["accuracy_clear"] == result["accuracy"]
@@ -60,7 +60,7 @@ def test_in_the_clear_it_learns_and_says_that_it_is_a_simulation(clear):
 
 
 @pytest.mark.proof
-def test_its_rate_falls_as_the_paper_s_unless_told_otherwise(clear, tmp_path):
+def test_the_learning_rate_falls_as_in_the_paper_by_default(clear, tmp_path):
     _, tables, result = clear
     method = tables["method"]
 
@@ -306,7 +306,7 @@ def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path)
 
 
 @pytest.mark.deployment
-def test_deployed_it_is_as_accurate_and_sites_are_told_no_model(clear, tmp_path):
+def test_a_deployed_run_is_as_accurate_and_sites_get_no_model_name(clear, tmp_path):
     """Of two clients at a time."""
     local = fedfm.run(experiment(clear[0], encryption="clear", clients=2), tmp_path / "local")
     run = {"engine": "deployment", "workers": 0}

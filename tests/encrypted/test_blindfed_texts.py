@@ -92,7 +92,7 @@ def test_all_tokens_through_a_projection(folder, tmp_path):
         ({"released": "tokens", "projection": 17}, "has 16 values per token"),
     ],
 )
-def test_what_texts_cannot_do_is_refused_in_one_line(change, reason, folder, tmp_path):
+def test_settings_that_texts_do_not_support_are_refused_in_one_line(change, reason, folder, tmp_path):
     with pytest.raises(InputError, match=reason) as caught:
         fedfm.run(experiment(folder, **change), tmp_path / "run")
     assert "\n" not in str(caught.value)

@@ -67,7 +67,7 @@ def test_seeded_polynomials_are_uniform_and_distinct():
 
 @given(st.lists(st.integers(20, 49), min_size=1, max_size=6), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)
-def test_packing_against_whole_numbers(bits, seed):
+def test_packing_against_integers(bits, seed):
     rng = np.random.default_rng(seed)
     x = np.stack([rng.integers(0, 2**b, 64) for b in bits])
     x[0, :2] = 0, 2 ** bits[0] - 1
@@ -156,7 +156,7 @@ def test_replayed_and_reordered_messages_are_refused():
     received(second, there)
 
 
-def test_what_a_faulty_sender_signs_is_refused_too():
+def test_faulty_ciphertexts_with_a_right_tag_are_refused():
     """A tag is right, but the message has no residues, no key, a scale that is not a number, or no ciphertexts."""
     large, plain = RESIDUES.copy(), RESIDUES.copy()
     large[1, 0, 1, 77] = PRIMES[1, 0]

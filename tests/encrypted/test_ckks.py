@@ -76,7 +76,7 @@ def test_insecure_or_unusable_parameters_are_refused(settings, words):
         Parameters(**settings)
 
 
-def test_what_seal_refuses_is_refused():
+def test_parameters_that_seal_refuses_are_refused():
     """SEAL itself raises nothing: it has to be asked."""
     parameters = Parameters()
     parameters.__dict__["primes"] = (*parameters.primes[:-1], parameters.primes[-1] + 2)  # not prime
@@ -110,7 +110,7 @@ def test_evaluation_form_multiplies_polynomials():
 
 @given(st.integers(1, 4), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=12, deadline=None)
-def test_halves_are_those_of_centred_whole_numbers(limbs, seed, edges):
+def test_halves_are_those_of_centred_integers(limbs, seed, edges):
     q = PARAMETERS.modulus(limbs)
     rng = np.random.default_rng(seed)
     whole = [int.from_bytes(rng.bytes(24), "little") % q - q // 2 for _ in range(64)]

@@ -51,7 +51,7 @@ def whole(place, tmp_path_factory):
     return folder, distil(tables(place), folder, watcher=seen), seen.lines
 
 
-def test_the_folder_is_a_twin(whole):
+def test_the_folder_is_a_student(whole):
     folder, result, lines = whole
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.json",
@@ -163,7 +163,7 @@ def test_the_papers_polynomials(place, tmp_path):
         ({"method": {"name": "fedavg"}}, "method: unknown key"),
     ],
 )
-def test_what_makes_no_sense_is_refused(place, tmp_path, capsys, changes, says):
+def test_invalid_distillations_are_refused(place, tmp_path, capsys, changes, says):
     code, _, err = call(capsys, "distil", toml(place, tmp_path, **changes), "--out", tmp_path / "twin")
     assert code == 2
     with pytest.raises(InputError, match=says):
@@ -171,7 +171,7 @@ def test_what_makes_no_sense_is_refused(place, tmp_path, capsys, changes, says):
     assert not (tmp_path / "twin").exists()
 
 
-def test_a_twin_outside_its_intervals_says_so(whole):
+def test_a_student_outside_its_intervals_gives_a_notice(whole):
     from fedfm.encrypted.student.distil_table import table
 
     assert "encrypted runs refuse this student" not in table(whole[1] | {"outside": 0.001})

@@ -97,7 +97,7 @@ def test_tokens_that_cannot_change(tmp_path):
 
 
 @pytest.mark.proof
-def test_a_twin_without_class_token_of_smaller_pictures(place, tmp_path):
+def test_a_student_of_smaller_images_without_a_class_token(place, tmp_path):
     result = distil(tables(place), tmp_path / "twin")
     config = json.loads((tmp_path / "twin" / "config.json").read_text())
     assert (config["model_type"], config["image_size"]) == ("ijepa", 8)
@@ -167,7 +167,7 @@ def test_rates_and_weights_by_hand():
 
 
 @pytest.mark.proof
-def test_bfloat16_gives_a_twin_too(place, tmp_path):
+def test_a_bfloat16_teacher_gives_a_student(place, tmp_path):
     plain, low = (distil(tables(place, bfloat16=low, views=1), tmp_path / str(low)) for low in (False, True))
     assert plain["params_sha256"] != low["params_sha256"]
     assert low["distance"] == pytest.approx(plain["distance"], abs=0.1)

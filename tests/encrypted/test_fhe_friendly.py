@@ -156,7 +156,7 @@ def test_the_papers_polynomials():
     }
 
 
-def test_what_spreads_too_far_is_refused():
+def test_arguments_that_spread_too_far_are_refused():
     for changes in ({"first": [0.1, 40.0]}, {"sums": [[1.0, 1.0], [70.0, 50.0]]}, {"second": [0.0, 1.0]}):
         with pytest.raises(InputError, match=r"block 3: .* at most 64; train longer"):
             entry(measured(**changes), "scaled", Exponential(), "block 3")
@@ -206,7 +206,7 @@ def test_transformers_loads_the_exact_model(twin):
     assert isinstance(plain.layers[0].layernorm_before, torch.nn.LayerNorm)
 
 
-def test_it_is_not_the_exact_model(twin):
+def test_the_student_differs_from_the_exact_model(twin):
     folder, x = twin
     exact = transformers.AutoModel.from_pretrained(folder).eval()
     model = load(folder)
@@ -345,7 +345,7 @@ def test_depth():
     assert conversion.depth(block) == 29  # k = 2, e = 3, d = 4
 
 
-def test_the_shipped_twin():
+def test_the_built_in_student_is_near_its_teacher():
     """On rows that it was not distilled on: features near nano-vit's, arguments inside the intervals, folding."""
     from fedfm.data.load import load_table
     from fedfm.data.spec import DataSpec

@@ -134,7 +134,7 @@ def test_in_the_clear_the_run_counts_such_a_row(tmp_path):
 
 
 @pytest.mark.proof
-def test_on_ciphertexts_such_a_row_leaves_its_batch_whole(tmp_path):
+def test_on_ciphertexts_an_unlike_row_does_not_change_its_batch(tmp_path):
     """The same picture takes its client with it where the student has no limits (test_blindfed_left_out)."""
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     asked = limited(tmp_path)

@@ -103,7 +103,7 @@ def test_other_rows_have_numbers_and_the_first_ones_keep_theirs(place, tmp_path,
 
 
 @pytest.mark.proof
-def test_once_is_enough_and_the_table_says_what_changed(place, tmp_path, capsys):
+def test_measuring_twice_changes_nothing_and_the_table_lists_changes(place, tmp_path, capsys):
     path = again(place, tmp_path)
     assert main(["distil", str(path), "--out", str(tmp_path / "wide")]) == 0
     said = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_once_is_enough_and_the_table_says_what_changed(place, tmp_path, capsys)
         ({"views": 2}, "distil.views"),
     ],
 )
-def test_a_twin_is_not_trained_again(place, tmp_path, capsys, recipe, says):
+def test_a_student_is_not_trained_again(place, tmp_path, capsys, recipe, says):
     assert main(["distil", str(again(place, tmp_path, **recipe)), "--out", str(tmp_path / "no")]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "no").exists()

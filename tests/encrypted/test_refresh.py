@@ -37,7 +37,7 @@ def integers(residues):
     return [v - modulus if v > modulus // 2 else v for v in values]
 
 
-def test_a_refresh_gives_half_of_the_whole_numbers_with_all_primes():
+def test_a_refresh_gives_half_of_the_integers_with_all_primes():
     x = spent()
     masking = Masking(8.0)
     hidden, mask = masking.hide(x)
@@ -74,7 +74,7 @@ def test_half_of_a_mask_is_rounded_down(bits, seed):
     assert half == [v // 2 for v in whole]
 
 
-def test_what_the_client_decrypts_is_uniform_and_new_each_time():
+def test_the_client_decrypts_uniform_values_that_differ_each_time():
     x = spent()
     bits = mask_bits(PARAMETERS, 3, x.scale, 8.0 * PAIRED)
     assert bits == 114

@@ -32,7 +32,7 @@ def routed(x, order, features):
 
 
 @pytest.mark.parametrize("n", [2, 17, 256])
-def test_samples_come_in_the_order_and_nothing_else_does(n):
+def test_only_samples_of_the_order_are_in_the_result(n):
     rng = np.random.default_rng(n)
     x, order = rng.normal(size=(n, 16, 3)), rng.permutation(n)
     slots = routed(x, order, 3)
@@ -46,7 +46,7 @@ def test_orders_with_the_largest_shifts(order):
     np.testing.assert_allclose(LAYOUT.unpack(routed(x, order, 1), 256), x[order], atol=1e-4)
 
 
-def test_what_is_computed_does_not_depend_on_the_order(monkeypatch):
+def test_the_operations_do_not_depend_on_the_order(monkeypatch):
     found, turn = [], SERVER.rotations
     monkeypatch.setattr(SERVER, "rotations", lambda x, steps: found.append((len(x), steps)) or turn(x, steps))
     x = np.ones((20, 16, 1))
@@ -69,6 +69,6 @@ def test_shifts_are_covered_once_and_three_keys_do(layout):
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1, 2], [[0, 1]], range(257)])
-def test_what_is_no_order_is_refused(order):
+def test_invalid_orders_are_refused(order):
     with pytest.raises(InputError, match="names every sample once"):
         slot_permutation.masks(np.array(order), LAYOUT, 2, SCALE, SERVER.ring)

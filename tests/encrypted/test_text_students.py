@@ -130,7 +130,7 @@ def test_folded_blocks_compute_what_the_module_computes(student):
         assert float(u.mean(-1).abs().max()) < 1e-9
 
 
-def test_a_student_without_places_is_told_to_be_made_again(student):
+def test_a_student_without_places_must_be_distilled_again(student):
     folder, *_ = student
     plain = load(folder / "bert")
     plain.config.fedfm_polynomials = {"outside": 0.0, "blocks": []}

@@ -238,7 +238,7 @@ def test_a_process_that_is_not_back_yet_is_waited_for(tmp_path, monkeypatch):
     assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_DIED")]
 
 
-def test_a_second_reply_is_told_and_not_counted(tmp_path):
+def test_a_second_reply_is_reported_and_not_counted(tmp_path):
     twice = crooked("b", lambda q, r: [r, Message(r.content, reply_to=q)])
     fed, _ = over_flower(FedAvg(), tmp_path / "twice", twice)
     once, _ = over_flower(FedAvg(), tmp_path / "once")
@@ -450,7 +450,7 @@ def test_a_long_path_still_has_an_address(tmp_path, monkeypatch):
         client_stub.address(deep)
 
 
-def test_hello_tells_the_version(tmp_path):
+def test_hello_contains_the_version(tmp_path):
     (app,) = sites(FedAvg(), tmp_path, {"a": [1.0]}).values()
     head, data = payload.encode(codec.envelope(0, 0, {"classes": []}))
     told = payload.decode(*app.site.answer("a", HELLO, head, b"".join(data)), None)["body"]
@@ -504,7 +504,7 @@ def test_parameters_that_a_site_holds_do_not_cross_again(tmp_path):
     assert "spared" not in whole.transcript.pending[-1].line()
 
 
-def test_a_site_that_has_lost_what_it_held_gets_the_message_again(tmp_path):
+def test_a_site_that_lost_its_parameters_gets_the_complete_message(tmp_path):
     method = Twice()
     fed, grid = over_flower(method, tmp_path, spare=True)
     assert fed.ask(method.judge, w=WIDE).keys() == ROWS.keys()

@@ -111,7 +111,7 @@ def test_the_notice_the_report_and_the_table_tell_it(place, tmp_path):
     assert "harmonic mean of" in write_report(tmp_path / "run").read_text()
 
 
-def test_without_the_key_nothing_is_said(place, tmp_path):
+def test_without_the_key_nothing_is_reported(place, tmp_path):
     given = tables(place)
     del given["model"]["base_classes"]
     assert "base_accuracy" not in fedfm.run(given, tmp_path / "run")["details"]
@@ -126,7 +126,7 @@ def test_without_the_key_nothing_is_said(place, tmp_path):
         ({"base_classes": 2}, {}, r"data\.base_classes: unknown key \(did you mean model\.base_classes\?\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(place, tmp_path, data, model, message):
+def test_unsuitable_base_classes_are_refused(place, tmp_path, data, model, message):
     with pytest.raises(InputError, match=message):
         fedfm.run(tables(place, data=data, **model), tmp_path / "run")
 

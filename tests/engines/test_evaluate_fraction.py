@@ -60,7 +60,7 @@ def test_every_engine_scores_the_same_share_with_the_same_bits_and_says_so(tmp_p
 
 
 @pytest.mark.parametrize(("name", "clients"), [("centralised", 5), ("fedavg", 1)])
-def test_nobody_is_told_of_a_sample_of_all_or_of_rows_that_were_not_trained_on(name, clients, tmp_path):
+def test_a_sample_of_all_clients_or_of_untrained_rows_gives_no_notice(name, clients, tmp_path):
     tables = experiment(tmp_path, method={"name": name, "rounds": 1, "fraction": 1.0}, run={"evaluate_fraction": 0.4})
     tables["data"]["partition"] = {"name": "iid", "clients": clients}
     if name == "centralised":

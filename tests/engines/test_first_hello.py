@@ -116,7 +116,7 @@ def test_each_node_gets_one_hello_and_before_its_first_request(tmp_path_factory,
 
 
 @pytest.mark.parametrize("change", [{"fedfm": "0.0.0"}, {"name": "b"}])
-def test_what_a_silo_would_have_told_is_checked_at_its_first_request(tmp_path, change):
+def test_a_silos_version_and_name_are_checked_at_its_first_request(tmp_path, change):
     """Another version, and another silo's name."""
 
     def lie(request, reply):

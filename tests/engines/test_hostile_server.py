@@ -259,7 +259,7 @@ def test_hello_is_subject_to_the_policy(tmp_path):
     assert not silo_config.report(tmp_path / "silo.toml")["takes_part"]
 
 
-def test_nothing_is_answered_before_a_hello_fits(tmp_path):
+def test_no_request_is_answered_before_a_valid_hello(tmp_path):
     server = Server(silo(tmp_path))
     assert server.train()["fault"]["code"] == "E_REFUSED"
     assert server.hello(["a", "b"]) == "E_EXPERIMENT"
@@ -374,7 +374,7 @@ def test_a_silo_takes_no_part_in_what_needs_all_parties_in_one_place(tmp_path):
     assert Server(path, key="an honest run").hello() == "fits"
 
 
-def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):
+def test_an_update_carries_no_scores_that_the_policy_forbids(tmp_path):
     text = experiment(run={"local_scores": True})
     assert Server(silo(tmp_path / "a", allow=["mean"]), text).hello() == "E_EXPERIMENT"
     assert Server(silo(tmp_path / "b", allow=["mean", "scores"]), text).hello() == "fits"
@@ -383,7 +383,7 @@ def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):
     assert Server(by_method, text).hello() == "E_EXPERIMENT"
 
 
-def test_in_asynchronous_rounds_an_update_tells_scores_as_far_as_the_policy_allows(tmp_path):
+def test_an_asynchronous_update_carries_the_scores_that_the_policy_allows(tmp_path):
     """They are those that the silo would answer if it were asked for them."""
     late = {"run": {"asynchronous": {"buffer": 2}}, "data": {"val_fraction": 0.2}}
     server = Server(silo(tmp_path / "a", allow=["mean", "scores"]), experiment(**late))
@@ -464,7 +464,7 @@ WITHHELD = {"name": "fedpft", "rounds": 1, "components": 1, "counts": "withheld"
     ],
     ids=["fedavg", "secagg", "secagg-ditto", "fedpft", "withheld", "survey"],
 )
-def test_what_an_experiment_promises_not_to_ask_a_silo_does_not_answer(tmp_path, method, privacy, scored, revealed):
+def test_a_silo_answers_no_request_that_its_experiment_excludes(tmp_path, method, privacy, scored, revealed):
     """Scores contain a number of rows: no words of a silo's let a server ask for them in a run that hides it."""
     server = Server(silo(tmp_path, allow=list(EXPOSING)), experiment(method=method, **_given(privacy=privacy)))
     assert server.hello() == "fits"
@@ -512,7 +512,7 @@ def test_a_methods_words_take_the_place_of_the_silos(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["query", "scores", "reveal", "aggregate", "evaluate", ""])
-def test_a_server_cannot_ask_for_one_thing_under_the_name_of_another(tmp_path, kind):
+def test_a_server_cannot_request_a_handler_under_the_name_of_another(tmp_path, kind):
     """What a handler exposes the silo looks up; the server's word counts for nothing."""
     server = Server(silo(tmp_path))  # which allows everything
     assert server.hello() == "fits"
@@ -687,7 +687,7 @@ def test_a_head_that_is_none_is_a_fault(tmp_path, text):
 
 
 @pytest.mark.proof
-def test_what_a_server_causes_in_the_silos_logs_is_bounded(tmp_path, monkeypatch):
+def test_the_size_of_a_silos_logs_is_bounded_whatever_the_server_sends(tmp_path, monkeypatch):
     monkeypatch.setattr("fedfm.core.storage.LONGEST", 2_000)
     path = silo(tmp_path)
     server = Server(path)

@@ -98,7 +98,7 @@ def test_the_same_as_on_all_rows_at_once(own: list[list[int]]) -> None:
 
 @pytest.mark.sample("all")
 @pytest.mark.parametrize("own", [DEALT["all"], DEALT["some are nobody's"]], ids=["all", "some are nobody's"])
-def test_the_same_bits_wherever_the_pieces_are_judged(own: list[list[int]], tmp_path: Path) -> None:
+def test_scores_have_the_same_bits_wherever_the_parts_are_evaluated(own: list[list[int]], tmp_path: Path) -> None:
     found = []
     for workers in (0, 1, 2, 3):
         everyone = population(own)
@@ -121,7 +121,7 @@ def test_the_same_bits_wherever_the_pieces_are_judged(own: list[list[int]], tmp_
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_clients_have_judged_is_not_judged_again(
+def test_rows_that_clients_have_scored_are_not_scored_again(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everyone = population(DEALT["some are nobody's"])

@@ -50,7 +50,7 @@ class Killed(Scaffold):
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.proof
-def test_what_a_killed_worker_was_at_is_given_once_more_and_nothing_changes(tmp_path, monkeypatch, workers, seed):
+def test_the_task_of_a_killed_worker_is_repeated_with_the_same_result(tmp_path, monkeypatch, workers, seed):
     """Before the client begins, when its memory has changed, and when its memory is written but nothing is sent."""
     commit = DiskMemory.commit
 

@@ -45,7 +45,7 @@ def test_same_bits_and_bytes_on_every_link(tmp_path, method):
     assert len(got) == 1
 
 
-def test_nothing_forks_beside_an_accelerator():
+def test_no_process_forks_if_there_is_an_accelerator():
     """A forked process cannot use CUDA that this one has opened: the default is one a core, on a GPU one."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert (processes(0, cpu), processes(3, cpu)) == (os.cpu_count(), 3)
@@ -136,7 +136,7 @@ def test_whatever_a_client_half_raises_costs_its_client_the_round(tmp_path, link
     fed._link.close()
 
 
-def test_what_is_raised_beside_others_in_one_batch_is_its_clients_alone():
+def test_an_exception_in_a_batch_of_clients_affects_only_its_client():
     """Clients of a chunk that is trained as one computation take turns in one thread."""
 
     def call(name):
@@ -189,7 +189,7 @@ class Untravelled(FedAvg):
 @pytest.mark.each_value
 @pytest.mark.parametrize("link", LINKS, ids=str)
 @pytest.mark.parametrize("name", UNTRAVELLED)
-def test_what_cannot_travel_costs_its_client_the_round_on_every_link(tmp_path, link, name):
+def test_a_reply_that_cannot_be_sent_excludes_its_client_on_every_link(tmp_path, link, name):
     fed = federation(Untravelled(), {"a": [0.0], name: [0.0]}, tmp_path, **link)
     states = run(Untravelled(), fed, 1)
     assert float(states[-1]["w"]) == 2.0
@@ -265,7 +265,7 @@ def test_a_client_that_hangs_is_ended_after_its_time(tmp_path):
 
 @pytest.mark.sample("dies")
 @pytest.mark.parametrize(("name", "code", "timeout"), [("dies", "E_DIED", 600.0), ("hangs", "E_TIMEOUT", 4.0)])
-def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, name, code, timeout):
+def test_a_client_that_waits_behind_a_failing_one_is_not_blamed(tmp_path, monkeypatch, name, code, timeout):
     """Workers whose clients are quick have a second chunk."""
     monkeypatch.setattr("fedfm.engines.local.worker_pool._QUICK", 600.0)  # on a busy machine, too
     deliver, most = Pool._deliver, []
@@ -436,7 +436,7 @@ class Numbered(FedAvg):
 
 
 @pytest.mark.parametrize("size", [1, 5001, 600_001], ids=["few", "odd", "several files"])
-def test_what_the_server_keeps_of_replies_is_never_written_over(tmp_path, size):
+def test_replies_that_the_server_keeps_are_never_overwritten(tmp_path, size):
     """Tensors are views of the files that workers write to: all replies of eight calls, and half of one, are kept."""
     method, kept, count = Numbered(size=size), {}, 12
     fed = federation(method, {f"c{i:02}": [0.0] for i in range(count)}, tmp_path, workers=2)
@@ -585,7 +585,7 @@ def test_tensors_pass_by_reference_in_one_process(tmp_path):
     assert all(w is fed.initial for w in seen)
 
 
-def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
+def test_memory_written_in_a_killed_round_is_discarded(tmp_path):
     from fedfm.runtime.client_memory import DiskMemory
 
     first = DiskMemory(tmp_path, "c", (1, 1))
@@ -605,7 +605,7 @@ def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
 
 
 @pytest.mark.parametrize(("reveal", "said"), [(True, "/secret/path"), (False, "errors.log")])
-def test_a_silo_with_rows_of_its_own_tells_the_code_of_an_error_only(tmp_path, reveal, said):
+def test_a_silo_with_its_own_rows_reports_only_the_code_of_an_error(tmp_path, reveal, said):
     told = []
     method, toys = Naughty(), Toys({"raises": [0.0], "z": [0.0]})
     silos = Silos(

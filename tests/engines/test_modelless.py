@@ -64,7 +64,7 @@ def test_deployed(locally, tmp_path):
         assert "nano-vit" not in json.loads(text)["experiment"]
 
 
-def test_what_only_a_model_can_do_is_refused(tmp_path, monkeypatch):
+def test_settings_that_need_a_model_at_the_clients_are_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(__import__("pathlib").Path(__file__).parent))
     exp = experiment(tmp_path, method=METHOD, run='[attack]\nname = "sign_flip"\nfraction = 0.5')
     with pytest.raises(InputError, match=r"clients of method .* have no model"):

@@ -100,7 +100,7 @@ def asked(within: list[str], code: str, *words: object) -> list:
 
 @pytest.mark.deployment
 @pytest.mark.skipif(not may_make_networks(), reason="network namespaces need root and iproute2")
-def test_a_silos_network_reaches_the_fleet_interface_and_nothing_else(tmp_path: Path) -> None:
+def test_a_silo_reaches_only_the_servers_fleet_interface(tmp_path: Path) -> None:
     with networks() as within, sites(tmp_path, rounds=2, host=HOST, within=within) as at:
         alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()

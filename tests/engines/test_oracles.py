@@ -133,7 +133,7 @@ def _methods(monkeypatch):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_that_depends_on_rows_is_a_line_and_a_round_and_says_the_same_for_all_rows(tmp_path):
+def test_a_refusal_that_depends_on_rows_counts_as_a_round_and_is_the_same_for_all_rows(tmp_path):
     silo = Silo(tmp_path / "north", "[budget]\nrounds = 3")
     silo.run(method=THRESHOLD)
     asked = [silo.send(ASKS, {"w": head(t)}, call=call) for call, t in enumerate((-1.0, -2.0, 100.0))]
@@ -179,7 +179,7 @@ def test_bisection_by_refusals_ends_with_the_budget_of_all_runs(tmp_path, budget
     assert abs((low + high) / 2 - float(silo.x[:, 0].max())) > 0.01
 
 
-def test_what_was_to_leave_and_is_over_the_bytes_counts(tmp_path):
+def test_an_answer_refused_by_the_budget_of_bytes_counts_as_a_round(tmp_path):
     """The bit is whether there was an answer: so the refusal has a line, and the rounds end."""
     silo = Silo(tmp_path / "north", "[budget]\nbytes = 4600\nrounds = 3")
     silo.run(method={**THRESHOLD, "name": "fedavg"})
@@ -264,7 +264,7 @@ def test_a_question_that_is_asked_again_in_other_rounds_costs_what_others_cost(t
     assert silo.rounds() == 3
 
 
-def test_whether_rows_still_fit_is_told_to_few_runs(tmp_path):
+def test_only_few_runs_learn_whether_the_rows_still_fit(tmp_path):
     """Runs that a silo agreed to may fit changed rows or not: each of them would be a question that costs nothing."""
     silo = Silo(tmp_path / "north")
     keys = [silo.run(f"run-{i}", data={"path": "x.npz", "val_fraction": 0.1 + i / 100}) for i in range(7)]
@@ -335,7 +335,7 @@ def test_a_part_that_cannot_be_sent_looks_like_any_other(tmp_path, tables, handl
     assert log.count("it sent an empty part of the sum") == sum(bool(fault) for fault in faults)
 
 
-def test_a_sum_of_another_size_tells_nothing_either(tmp_path):
+def test_a_sum_of_another_size_reveals_nothing(tmp_path):
     agreed = Agreed(tmp_path, **SECAGG, method=THRESHOLD)
     assert agreed.part(ASKS, head(-1.0), size=7) == agreed.part(ASKS, head(50.0), size=7)
     for size in (-1, 1 << 40):
@@ -377,7 +377,7 @@ def test_shares_of_noise_are_in_an_empty_part_too(tmp_path):
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_question_for_scores_a_round_whatever_the_call_and_no_budget(tmp_path):
+def test_a_round_has_one_request_for_scores_even_without_a_budget(tmp_path):
     silo = Silo(tmp_path / "north")
     silo.run()
     assert silo.code(SCORES, {"w": thresholds(0.0), "part": "test"}) == ""
@@ -411,7 +411,7 @@ def test_a_question_of_another_round_is_a_second_question_where_the_round_had_on
     assert codes == ["", "", ""]
 
 
-def test_a_silo_without_a_budget_is_told_so(tmp_path, capsys):
+def test_a_silo_without_a_budget_gets_a_notice(tmp_path, capsys):
     for number, (tables, endless) in enumerate((("", True), ("[budget]\nrounds = 9", False))):
         silo = Silo(tmp_path / str(number), tables)
         assert main(["silo", "check", str(silo.path)]) == 0
@@ -463,7 +463,7 @@ def labelled(tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (1e5, 0.0), (1e-4, 0.0), (30.0, -1.7)])
-def test_one_answer_on_several_labels_tells_no_feature_of_a_row_to_two_digits(labelled, scale, shift):
+def test_scores_of_several_labels_reveal_no_feature_to_two_digits(labelled, scale, shift):
     """The weights of a label pick a feature, so that its logits are values of the rows."""
     labelled.run(model=LABELS)
     w = Params({"head.weight": scale * torch.eye(3, 5), "head.bias": torch.full((3,), scale * shift)})

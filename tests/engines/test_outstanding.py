@@ -196,7 +196,7 @@ def test_an_answer_that_nobody_pulled_is_asked_for_and_not_trained_again(tmp_pat
     assert fed.excluded == []
 
 
-def test_what_the_server_has_pulled_crosses_no_second_time(tmp_path):
+def test_replies_that_the_server_has_pulled_are_not_sent_again(tmp_path):
     world = World(tmp_path)
     fed, step, _ = world.serve()
     first = step(fed.initial, 1)
@@ -211,7 +211,7 @@ def test_what_the_server_has_pulled_crosses_no_second_time(tmp_path):
 
 
 @pytest.mark.parametrize("pulled", [True, False])
-def test_a_round_that_was_not_completed_asks_nobody_anew(tmp_path, pulled):
+def test_resuming_an_unfinished_round_sends_no_request_again(tmp_path, pulled):
     world = World(tmp_path)
     fed, step, _ = world.serve()
     first, underway = step(fed.initial, 1), dict(fed.in_flight)
@@ -323,7 +323,7 @@ class Unjudged(Judged):
         self.model.evaluate = None
 
 
-def test_what_prevents_scores_prevents_no_training(tmp_path):
+def test_a_failure_of_scores_does_not_prevent_training(tmp_path):
     world = World(tmp_path, toys=Unjudged)
     fed, step, _ = world.serve()
     w = fed.initial
@@ -335,7 +335,7 @@ def test_what_prevents_scores_prevents_no_training(tmp_path):
     assert len(world.trained()) >= 6
 
 
-def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):
+def test_a_site_that_lost_its_answer_gets_the_request_again(tmp_path):
     world = World(tmp_path)
     fed, step, _ = world.serve(lost="c")
     w = step(fed.initial, 1)
@@ -350,7 +350,7 @@ def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["the server's list", "an older checkpoint", "the answer"])
-def test_what_is_damaged_or_of_another_request_is_asked_anew(tmp_path, damage):
+def test_damaged_records_and_mismatched_answers_are_requested_again(tmp_path, damage):
     world = World(tmp_path)
     fed, step, _ = world.serve(lost="c")
     w, underway = step(fed.initial, 1), dict(fed.in_flight)
@@ -462,7 +462,7 @@ def test_a_full_disk_keeps_nothing_and_stops_nothing(tmp_path, monkeypatch):
     assert len(world.passes) == 7  # three, two, and of the resumed one the two that nobody had asked
 
 
-def test_an_answer_is_found_by_its_own_name_and_whole_only(tmp_path):
+def test_only_a_complete_answer_with_the_right_name_is_found(tmp_path):
     kept = LastAnswer(tmp_path / FILE)
     assert kept.find("x") is None
     kept.keep("x", "asked", '{"m":{}}', b"1\n2")

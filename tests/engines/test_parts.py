@@ -106,7 +106,7 @@ def test_a_method_that_pools_rows_has_no_app(tmp_path):
         app_writer.write(tmp_path / "app", exp)
 
 
-def test_whoever_follows_a_server_app_is_told_of_rounds_and_clients(tmp_path, capsys):
+def test_a_server_app_reports_rounds_and_clients_to_its_follower(tmp_path, capsys):
     run = Run.create(Experiment.from_dict(table(features(tmp_path / "rows.npz", "ab"))), tmp_path / "run")
     told = server_app.ProgressLines()
     told.started(run, 3, 0)
@@ -308,7 +308,7 @@ def test_a_killed_parent_takes_its_children_along(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
-def test_what_a_simulation_started_is_gone_before_its_folder_is(tmp_path):
+def test_processes_of_a_simulation_end_before_its_folder_is_removed(tmp_path):
     folder = tmp_path / "ray"
     folder.mkdir()
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -400,7 +400,7 @@ def dying(place):
 
 
 @pytest.mark.proof
-def test_what_a_worker_was_at_when_it_was_killed_is_asked_of_another(tmp_path, monkeypatch):
+def test_another_worker_takes_the_task_of_a_killed_one(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDFM_WORKER_IDLE", "2")
     features(tmp_path / "rows.npz", ["a", "b"])
     config = {"experiment": Experiment.from_dict(table(tmp_path / "rows.npz")).to_toml(), "key": "k"}
@@ -417,7 +417,7 @@ def test_what_a_worker_was_at_when_it_was_killed_is_asked_of_another(tmp_path, m
 
 @pytest.mark.proof
 @pytest.mark.parametrize("silo", [None, "silo.toml"])
-def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how_but_for_a_silo(tmp_path, monkeypatch, capfd, silo):
+def test_a_worker_that_dies_twice_is_a_fault_whose_signal_silos_do_not_report(tmp_path, monkeypatch, capfd, silo):
     """How a silo's worker ended may depend on its rows; so only its owner reads it."""
     place = tmp_path / "p"
     place.mkdir()

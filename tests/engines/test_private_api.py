@@ -428,7 +428,7 @@ MARKED = [pytest.param(c, id=c.name, marks=[pytest.mark.simulation] if of_ray(c)
 
 
 @pytest.mark.parametrize("check", MARKED)
-def test_what_is_not_public(check):
+def test_private_names_of_flower_and_ray_exist_and_work(check):
     check.run()
 
 
@@ -464,7 +464,7 @@ def private(names: set[str]) -> set[str]:
 
 
 @pytest.mark.proof
-def test_what_is_not_public_is_imported_in_two_modules_and_has_a_check():
+def test_private_names_are_imported_in_two_modules_and_have_a_check():
     ours = [Path(module.__file__) for module in MODULES]
     assert {name for file in ours for name in private(imports(file))} <= {path for c in CHECKS for path in c.paths}
     files = [

@@ -82,7 +82,7 @@ def test_each_has_its_arguments_environment_log_and_end(forks):
     assert children.log("one").stat().st_mode & 0o077 == 0
 
 
-def test_one_that_is_killed_is_named_and_the_others_end_with_all(forks):
+def test_a_killed_fork_is_named_and_all_forks_end_together(forks):
     children, forks = forks
     for name in ("one", "other"):
         forks.start(name, ["sleeps"])

@@ -52,7 +52,7 @@ def test_an_address_of_another_form_is_refused(address):
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_an_address_without_a_cluster_is_said_within_a_limit(answer, monkeypatch):
+def test_an_address_without_a_cluster_is_reported_within_a_limit(answer, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_ANSWER", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -305,7 +305,7 @@ def test_two_nodes_give_the_local_bits_and_keep_running(cluster, tmp_path):
 
 
 @pytest.mark.simulation
-def test_a_node_with_another_version_is_said_before_the_model_is_read(cluster, tmp_path):
+def test_a_node_with_another_version_is_reported_before_the_model_is_read(cluster, tmp_path):
     fake = tmp_path / "site" / "peft-0.0.1.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.0.1\n")

@@ -145,7 +145,7 @@ HELLO, TRAIN = "query.hello", "train.Scaffold_train"
         ({3, 4}, [HELLO] + [TRAIN] * 2 + [HELLO] * 2 + [TRAIN]),  # round 2, and the hello that is to tell
     ],
 )
-def test_what_is_swallowed_on_the_way_is_noticed_by_a_hello_and_sent_again(tmp_path, monkeypatch, drop, asked, answers):
+def test_lost_messages_are_noticed_by_a_hello_and_sent_again(tmp_path, monkeypatch, drop, asked, answers):
     monkeypatch.setattr("fedfm.engines.flower.recovery.lost_messages.FIRST", 0.2)
     told = []
     fed = over(grid := Swallowed(sites(METHOD, tmp_path / "a"), drop, answers), notice=told.append)
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_waits_for_who_took_part_before(tmp_path, monkeypatch
         assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
 
 
-def test_who_took_part_before_and_does_not_come_is_named_in_every_round(tmp_path, monkeypatch):
+def test_an_absent_former_client_is_named_in_every_round(tmp_path, monkeypatch):
     monkeypatch.setattr("fedfm.engines.flower.greeting_link._SETTLE", 0.0)
     notices = []
     grid = Late(sites(METHOD, tmp_path), looks=float("inf"))
@@ -260,7 +260,7 @@ def requests(w: float, t: int = 1) -> list[Request]:
     return [Request(client, "train.Scaffold_train", payload, t, 1) for client in sorted(ROWS)]
 
 
-def test_who_has_answered_is_not_asked_again_after_a_stop(tmp_path):
+def test_a_client_that_has_answered_is_not_asked_again_after_a_stop(tmp_path):
     def begin():
         grid = InProcessGrid(sites(METHOD, tmp_path / "sites"))
         link = FlowerLink(grid, timeout=5.0, expected=sorted(ROWS), answered=RoundReplies(tmp_path / "answered"))

@@ -36,7 +36,7 @@ def changed(config, text):
 
 
 @pytest.mark.parametrize("name", [m for m in METHODS if m not in ("centralised", "kd")])
-def test_an_app_says_every_experiment_whole(name, tmp_path):
+def test_an_app_holds_every_experiment_completely(name, tmp_path):
     tables = experiment_of(name, tmp_path)
     if name == "blindfed":
         tables["method"]["encryption"] = "ckks"
@@ -135,7 +135,7 @@ def test_flwr_run_changes_settings(tmp_path):
             changed(config, text)
 
 
-def test_what_the_server_keeps_does_not_go_to_the_sites(tmp_path):
+def test_settings_of_the_server_alone_are_not_sent_to_the_sites(tmp_path):
     tables = experiment_of("fedbaf", tmp_path)
     config = written(tmp_path, Experiment.from_dict(tables))
     assert tables["method"]["foundation"] not in str(config)
@@ -154,7 +154,7 @@ VALUES = LEAVES | st.dictionaries(NAMES, LEAVES, max_size=2)
 
 
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), max_size=3))
-def test_apart_and_whole_are_inverse(tables):
+def test_splitting_and_merging_settings_are_inverse(tables):
     text = to_toml(tables)
     assert tomllib.loads(
         run_config.merge_settings(run_config.split_settings(text, frozenset()))["experiment"]

@@ -29,7 +29,7 @@ def prepared(exp: Path, out: Path, engine: str) -> Path:
         pytest.param("deployment", marks=pytest.mark.deployment),
     ],
 )
-def test_same_bits_as_local_and_no_client_is_told(tmp_path, engine):
+def test_a_run_has_the_local_engines_bits_and_no_client_learns_the_secret(tmp_path, engine):
     shipped = Path(str(importlib.resources.files("fedfm.models") / "nano_vit"))
     secret = tmp_path / "the-labs-own"
     shutil.copytree(shipped, secret)

@@ -120,7 +120,7 @@ def test_errors_on_own_rows_are_scores(tmp_path):
 
 
 @pytest.mark.parametrize("tables", [{"aggregation": {"name": "secure"}}, {"privacy": {"aggregator": "secagg"}}, {}])
-def test_where_sums_are_hidden_no_own_model_tells_an_update(tmp_path, tables):
+def test_under_hidden_sums_no_own_model_reveals_an_update(tmp_path, tables):
     """FedALA's own model is the one that it received, plus its update."""
     path = silo(tmp_path)
     if tables:

@@ -204,7 +204,7 @@ def test_scores_of_a_silo_have_no_sums_of_few_rows(asked):
     assert "calibration" not in told
 
 
-def test_a_silo_sends_its_first_sums_in_the_whole_run(asked, carried):
+def test_a_silo_repeats_its_first_sums_although_its_rows_change(asked, carried):
     asked.hello()
     first = asked(ASKED)["body"]
     rows = np.load(carried.root / "north" / "rows.npz")

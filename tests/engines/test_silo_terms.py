@@ -131,7 +131,7 @@ def test_the_ledger_has_every_message_that_the_server_got_with_its_bytes(tmp_pat
         assert federation.shown(name)["total"]["rounds"] == result["rounds"]
 
 
-def test_what_is_shown_adds_up(tmp_path, capsys):
+def test_the_totals_of_silo_show_add_up(tmp_path, capsys):
     federation = Federation(tmp_path, budget={"bytes": 100_000, "rounds": 50})
     federation.run()
     federation.run(method={"name": "fedprox", "rounds": 3})
@@ -159,7 +159,7 @@ def test_what_is_shown_adds_up(tmp_path, capsys):
         assert "discloses at most rounds = 50 in all runs" in capsys.readouterr().out
 
 
-def test_a_silo_of_which_nothing_left_says_so(tmp_path, capsys):
+def test_show_states_that_a_silo_has_sent_nothing(tmp_path, capsys):
     Federation(tmp_path)
     assert main(["silo", "show", str(tmp_path / "north" / "silo.toml")]) == 0
     assert "north: nothing has left" in capsys.readouterr().out

@@ -108,7 +108,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
 
 @pytest.mark.simulation
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
-def test_what_a_killed_run_had_started_ends_too_and_it_resumes_to_the_same_bits(tmp_path):
+def test_processes_of_a_killed_run_end_and_it_resumes_to_the_same_bits(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 20', adaptation=LORA)
     out = tmp_path / "run"
     running = begin("run", exp, "--out", out, "--engine", "simulation")

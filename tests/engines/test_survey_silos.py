@@ -100,7 +100,7 @@ def test_under_secure_sums_a_silo_that_fails_adds_nothing_and_the_sums_are_the_o
     assert "empty part of the sum" in federation.log("north")
 
 
-def test_a_silo_is_told_its_distance_in_its_own_log_alone(tmp_path):
+def test_only_a_silos_own_log_has_its_distance(tmp_path):
     federation = Federation(tmp_path)
     found = federation.run(method={"name": "survey", "tell_silos": True}, **SECURE)["details"]["survey"]
     assert sum(found["silos_by_distance"]["counts"]) == 3

@@ -64,7 +64,7 @@ class Tap:
 # --- one round, worked by hand ---------------------------------------------------------------------------------------
 
 
-def test_the_sum_is_exact_and_no_reply_tells_an_update(tmp_path):
+def test_the_sum_is_exact_and_no_reply_reveals_an_update(tmp_path):
     fed = federation(METHOD, ROWS, tmp_path, aggregator=Masked())
     fed._link = tap = Tap(fed._link)
     fed.begin(1)
@@ -105,7 +105,7 @@ def test_memories_are_those_of_the_round_and_call(tmp_path):
 
 
 @pytest.mark.parametrize(("message", "asked"), [("agree", 2), ("train", 2), ("masked", 3)])
-def test_who_drops_out_is_named_and_left_out_of_the_sum(message, asked, tmp_path):
+def test_a_client_that_drops_out_is_named_and_left_out_of_the_sum(message, asked, tmp_path):
     orders = order(tmp_path, "b", message)
     fed = federation(METHOD, ROWS, tmp_path / "a", aggregator=Masked(orders))
     without = federation(METHOD, {c: ROWS[c] for c in "ac"}, tmp_path / "b", aggregator=Masked())
@@ -213,7 +213,7 @@ def test_a_run_that_was_killed_between_two_messages_resumes_to_the_same_bits(tmp
         assert DiskMemory(tmp_path / name / "private", "server", (5, 0))[ROUNDS] == 4
 
 
-def test_a_run_tells_who_dropped_out_between_the_messages(tmp_path):
+def test_a_run_names_clients_that_dropped_out_between_the_messages(tmp_path):
     found = tables(tmp_path, orders=order(tmp_path, "client-01", "masked"), method={"rounds": 2})
     result = package.run(found, tmp_path / "run")
     assert {(e["round"], e["client"], e["code"]) for e in result["excluded"]} == {
@@ -248,7 +248,7 @@ def test_a_mechanism_bounds_each_update_adds_its_noise_and_spends_on_the_ledger(
     assert len(package.load_run(tmp_path / "0").manifest["ledger"]["entries"]) == 3
 
 
-def test_what_the_mechanism_bounds_is_what_is_summed(tmp_path):
+def test_the_mechanisms_bounded_updates_are_summed(tmp_path):
     noisy = Noisy(bound=0.05, multiplier=1e-9)
     fed = federation(METHOD, ROWS, tmp_path, aggregator=noisy)
     fed.begin(1)

@@ -20,7 +20,7 @@ NUMBERS = st.integers(0, 99)
 
 
 @given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS)
-def test_one_minor_version_apart_works_in_both_directions(a, b, c, x, y, z):
+def test_versions_one_minor_version_apart_work_together(a, b, c, x, y, z):
     here, there = f"{a}.{b}.{c}", f"{x}.{y}.{z}"
     assert works_with(here, there) == works_with(there, here) == (a == x and abs(b - y) <= 1)
     assert works_with(here, here)

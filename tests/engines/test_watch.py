@@ -52,7 +52,7 @@ def test_a_connection_that_breaks_ends_no_run_whoever_started_the_superlink(tmp_
 
 
 @pytest.mark.parametrize("left_out", [False, True])
-def test_silos_that_are_left_out_are_not_said_to_be_connected(left_out):
+def test_silos_that_are_left_out_are_not_reported_as_connected(left_out):
     told = list[str]()
     missing = Missing(told.append)
     away = NodeStatus(1, "a", b"", False, None)

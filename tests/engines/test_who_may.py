@@ -78,7 +78,7 @@ def test_silos_reach_the_fleet_interface_and_the_operator_all(path, silo, machin
 
 
 @given(st.one_of(st.binary(max_size=80), st.integers(0, 63).map(lambda n: b"Bearer " + SECRET[:n])))
-def test_nothing_but_the_secret_is_the_secret(value):
+def test_only_the_exact_secret_is_accepted(value):
     assert asked("/v1/control/start-run", HERE, (value,)) == 403
 
 
@@ -110,7 +110,7 @@ NODES = st.integers(1, 6)
 
 
 @given(st.dictionaries(NODES, st.none() | NAMES), st.dictionaries(NODES, NAMES.filter(bool)), st.data())
-def test_nobody_takes_a_name_that_is_anothers_and_an_owner_always_gets_its_own(registered, claims, data):
+def test_a_registered_name_is_used_only_by_its_owner(registered, claims, data):
     taken = {name: node for node, name in registered.items() if name and data.draw(st.booleans())}
     registry = Registry(Named(registered), True)
     registry.look()
@@ -125,7 +125,7 @@ def test_nobody_takes_a_name_that_is_anothers_and_an_owner_always_gets_its_own(r
             assert node in admitted
 
 
-def test_who_is_refused_is_told_under_the_registered_name():
+def test_a_refused_node_is_reported_under_its_registered_name():
     registry = Registry(Named({1: "hospital-a", 2: "hospital-b", 3: None}), True)
     registry.look()
     refused = registry.refusals({1: "hospital-a", 2: "hospital-a", 3: "hospital-a"}, {})

@@ -83,7 +83,7 @@ def test_a_deterministic_run_has_the_same_bits_every_time_and_in_two_processes_o
 
 
 @pytest.mark.parametrize("bits", ["nf4", "int8"])
-def test_a_quantised_base_trains_close_to_the_whole_one(bits, tmp_path):
+def test_a_quantised_base_trains_close_to_the_full_precision_one(bits, tmp_path):
     pytest.importorskip("bitsandbytes")
     whole = ran(llama(tmp_path, dtype="bfloat16"), tmp_path / "whole")["loss"]
     quantised = ran(llama(tmp_path, dtype="bfloat16", quantization=bits), tmp_path / bits)["loss"]
@@ -214,7 +214,7 @@ def test_compiled_blocks_come_to_the_same(tmp_path):
     assert ran(llama(tmp_path, compile=True), tmp_path / "compiled")["loss"] == pytest.approx(plain, rel=1e-3)
 
 
-def test_kernels_of_the_cpu_are_refused_or_said(tmp_path):
+def test_cpu_kernels_are_refused_or_reported(tmp_path):
     said = Notices()
     tables = experiment_of("fedavg", tmp_path, rounds=1)
     tables["model"]["device"] = "cuda"

@@ -21,12 +21,12 @@ def shown(**environment):
     return told.stdout.strip()
 
 
-def test_what_the_environment_says_stays():
+def test_settings_of_the_environment_are_kept():
     assert shown(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2") == "+sse2"
     assert shown(NUMBA_CPU_NAME="generic") in ("", "None")
 
 
-def test_whole_registers_where_there_are_long_ones():
+def test_full_registers_are_used_on_processors_with_avx512():
     from llvmlite import binding
 
     from fedfm.linalg.kernels.jit import LOWER_CLOCK

@@ -87,7 +87,7 @@ def test_padding_changes_nothing():
         low_rank.pad(x, 1)
 
 
-def test_what_does_not_fit_is_refused():
+def test_factors_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match="different sizes"):
         low_rank.stack([(1.0, draw(0, 4, 3, 2)), (1.0, draw(0, 3, 4, 2))])
     with pytest.raises(ValueError, match="no matrices"):

@@ -234,7 +234,7 @@ def test_zero_vectors_one_client_and_what_is_not_finite():
     assert same(mix(np.ones((1, 1, 1)), [empty])[0], empty)
 
 
-def test_what_does_not_fit_is_refused():
+def test_vectors_of_different_layouts_are_refused():
     x, y = drawn(0, 2, [(2,), (3,)])
     weights = np.ones((1, 2, 2))
     for other, error in ((Params({"l0": x["l0"]}), KeyError), (Params({"l0": x["l1"], "l1": x["l1"]}), ValueError)):

@@ -85,7 +85,7 @@ def test_another_order_of_names_raises():
         Params({"a": a, "b": b}) + Params({"b": b, "a": a})
 
 
-def test_it_copies_and_does_not_follow_its_source():
+def test_params_are_copies_of_their_source():
     source = torch.zeros(3)
     p = Params({"w": source})
     source += 1
@@ -114,7 +114,7 @@ def test_norm_of_many_entries_is_exact():
     )
 
 
-def test_is_finite_tells_overflowing_sums_from_bad_entries():
+def test_is_finite_distinguishes_overflowing_sums_from_bad_entries():
     assert Params({"w": torch.full((8,), 3e38)}).is_finite()
     assert not Params({"w": torch.tensor([1.0, float("nan")])}).is_finite()
     assert not Params({"w": torch.tensor([float("inf"), float("-inf")])}).is_finite()

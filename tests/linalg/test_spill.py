@@ -68,7 +68,7 @@ def test_a_store_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
 
 
 @pytest.mark.parametrize("uncached", [mapped_files.UNCACHED, 1 << 30])
-def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatch, uncached):
+def test_reads_and_writes_of_a_file_agree_with_its_mapped_vector(monkeypatch, uncached):
     monkeypatch.setattr(mapped_files, "UNCACHED", uncached)  # a flag that no system knows is left out
     layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
     one, two = allocate(2, layout, most=0)
@@ -92,7 +92,7 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
 
 
 @pytest.mark.parametrize("trouble", [None, "refused", "in part"])
-def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypatch, trouble):
+def test_complete_pages_bypass_the_cache_and_the_rest_uses_it(monkeypatch, trouble):
     entries = 40 * mapped_files.PAGE
     (vector,) = allocate(1, Params({"w": torch.zeros(entries)}).layout, most=0)
     flat = vector.flats[torch.float32]
@@ -163,7 +163,7 @@ def test_sums_of_vectors_are_by_client_and_lie_where_they_fit(monkeypatch, memor
     assert all(x is y for x, y in zip(summed.cast(theta).values(), summed.values(), strict=True))  # stays in its file
 
 
-def test_what_fits_into_memory_is_told_by_the_environment(monkeypatch):
+def test_the_environment_sets_the_memory_limit(monkeypatch):
     monkeypatch.delenv("FEDFM_MEMORY", raising=False)
     assert out_of_core.limit() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     monkeypatch.setenv("FEDFM_MEMORY", "4096")

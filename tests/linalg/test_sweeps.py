@@ -166,7 +166,7 @@ def test_a_of_zero_and_integers_keep_the_bits():
         (Piece((2,), torch.ones(2)), {"w": torch.ones(3)}, "a has shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(piece, a, match):
+def test_mismatched_pieces_and_factors_are_refused(piece, a, match):
     with pytest.raises(ValueError, match=match):
         mix(Params({"w": torch.ones(3)}), {"w": piece}, a)
     with pytest.raises(KeyError, match="v"):
@@ -233,7 +233,7 @@ def test_a_mean_is_a_params_like_any_other():
         Params({"v": torch.ones(2)}) + weighted_mean([(1.0, x)])
 
 
-def test_after_the_mean_no_term_is_taken():
+def test_a_mean_accepts_no_term_after_its_result():
     mean, x = RunningMean(), Params({"w": torch.ones(2)})
     mean.add(1.0, x)
     assert mean.result() is mean.result()

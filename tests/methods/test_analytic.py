@@ -206,7 +206,7 @@ def test_the_noise_has_its_standard_deviation(place):
         ({}, {"class_weights": "balanced"}, 'expected "none"'),
     ],
 )
-def test_what_the_noise_does_not_cover_is_refused(place, privacy, method, words):
+def test_settings_that_the_noise_does_not_cover_are_refused(place, privacy, method, words):
     with pytest.raises(InputError, match=words):
         Experiment.from_dict(tables(place, privacy=RECORD | privacy, **method))
 
@@ -414,7 +414,7 @@ class Heard(fedfm.Progress):
         self.lines.append(text)
 
 
-def test_rows_that_would_count_twice_are_said(tmp_path):
+def test_rows_that_would_count_twice_are_reported(tmp_path):
     classes = np.array(list("0123"))
     for name, part in {"a": slice(0, 50), "b": slice(40, 60), "c": slice(60, 90)}.items():
         np.savez(tmp_path / f"{name}.npz", x=X[part], y=Y[part], split=np.full(len(Y[part]), "train"), classes=classes)

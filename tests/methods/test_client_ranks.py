@@ -31,7 +31,7 @@ def said(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "method", [{}, {"name": "flora"}, {"name": "fedex_lora"}, {"name": "fedbip", "space": "product"}]
 )
-def test_the_ranks_of_the_clients_are_told(method, tmp_path):
+def test_the_ranks_of_the_clients_are_reported(method, tmp_path):
     fedfm.run(tables(tmp_path, [1, 2, 4, 3], **method), tmp_path / "run", progress=QUIET)
     names = '"client-00 1", "client-01 2", "client-02 4"'
     assert said(tmp_path / "run") == [f"method.ranks by client: {names}; the last 1 of 4 ranks belong to no client"]

@@ -271,7 +271,7 @@ def test_a_shift_acts_as_the_added_weight(folder, kind, rank):
         torch.testing.assert_close(gradient[name], p.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_nothing_that_reads_weights_serves_a_shifted_model(folder):
+def test_kernels_that_read_weights_do_not_serve_a_shifted_model(folder):
     from fedfm.training import packed
 
     model = model_of(folder, "bert", rank=2)
@@ -336,7 +336,7 @@ def test_the_first_round_is_the_same_aggregate(folder, tmp_path, name):
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", ["bert", "llama"])
-def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name, model):
+def test_the_adapter_on_disk_is_the_model_that_was_scored(folder, tmp_path, name, model):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

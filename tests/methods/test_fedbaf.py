@@ -234,7 +234,7 @@ class TestEveryBase:
             states.append(method.params_for(state, ""))
         assert torch.equal(states[0]["w"], states[1]["w"])
 
-    def test_it_pulls_towards_the_foundation_model(self, base, tmp_path):
+    def test_mixing_pulls_towards_the_foundation_model(self, base, tmp_path):
         ends = []
         for psi in (0.0, 1.0):
             method = FedBaF(base=base, psi=psi, foundation="x", local=SGD(learning_rate=0.3, batch_size=100))
@@ -355,7 +355,7 @@ class TestSettings:
         with pytest.raises(InputError, match=says):
             checked(FedBaF(**keys))
 
-    def test_what_is_said_twice_is_refused(self):
+    def test_a_setting_given_twice_is_refused(self):
         with pytest.raises(InputError, match=r"method\.base\.rounds: set it once"):
             FedBaF(rounds=5, base=FedProx(rounds=7))
         assert FedBaF(rounds=5, base=FedProx(rounds=5)).base == FedProx(rounds=5)
@@ -390,7 +390,7 @@ class TestRuns:
         assert fedfm.resume(tmp_path / "d")["params_sha256"] == first["params_sha256"]
 
     @pytest.mark.proof
-    def test_what_leaves_the_server_names_neither_the_foundation_nor_alpha(self, tmp_path):
+    def test_the_servers_output_contains_neither_the_foundation_nor_alpha(self, tmp_path):
         result = fedfm.run(experiment(rounds=2), tmp_path / "a")
         assert result["details"]["matching"]["left_out"]
         for path in (p for p in (tmp_path / "a").rglob("*") if p.is_file()):
@@ -416,7 +416,7 @@ class TestRuns:
         name = next(n for n in there if n.endswith("layernorm_after.weight"))
         assert any(torch.equal(t, there[name].float()) for t in start.values() if t.shape == there[name].shape)
 
-    def test_nothing_that_matches_is_refused_before_the_first_round(self, tmp_path):
+    def test_an_unknown_foundation_is_refused_before_the_first_round(self, tmp_path):
         with pytest.raises(InputError, match=r"method\.foundation"):
             fedfm.run(experiment(foundation="no/such-model"), tmp_path / "a")
         assert not (tmp_path / "a").exists()

@@ -133,7 +133,7 @@ def test_any_base_runs_and_the_same_bits_come_from_workers_and_wire(base, tmp_pa
 
 
 @pytest.mark.parametrize("base", ["fedavg", "fedadam", "fedyogi", "fedavgm", "scaffold"])
-def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch):
+def test_no_file_outside_private_reveals_the_aggregate(base, tmp_path, monkeypatch):
     """Moments and control variates give w' away, and w' with w_{t+1} a line through w_pre. A run that was stopped goes
     on from private/ with the same bits.
     """

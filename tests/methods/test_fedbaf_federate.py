@@ -245,7 +245,7 @@ class TestModulesOfOnesOwn:
         reasons, _ = left_out(tmp_path, Words(), foundation, verses(), next_word, identical=("vocabulary",))
         assert set(reasons) == {"table.weight", "position.weight", "out.weight"} | {"out.bias"}
 
-    def test_what_answers_no_classes_is_an_output_layer(self, tmp_path):
+    def test_an_output_layer_without_classes_is_recognised(self, tmp_path):
         def coder(width):
             return nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 4))
 

@@ -363,7 +363,7 @@ def test_clients_of_different_ranks_in_a_run(tmp_path):
     ("adaptation", "ranks", "says"),
     [("full", [], 'space = "product" takes "lora" only'), ("lora", [9], "9 is above model.adaptation.rank = 4")],
 )
-def test_what_the_space_of_products_lacks_is_said_before_rows_are_read(adaptation, ranks, says):
+def test_settings_that_the_product_space_lacks_are_refused_before_rows_are_read(adaptation, ranks, says):
     model = {"name": "nano-vit", "adaptation": {"name": adaptation, "rank": 4}}
     method = {"name": "fedbip", "space": "product", "ranks": ranks}
     with pytest.raises(InputError, match=says):

@@ -146,7 +146,7 @@ def test_both_adapters_put_out_together(folder, kind, a):
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_one_weight_a_row(folder, kind):
+def test_each_row_has_one_mixing_weight(folder, kind):
     """The share by cosines written out, and every row through a model of its own."""
     model, rows, hf = model_of(folder, kind), rows_of(), plain(folder, kind)
     g, v = noisy(model.params(), 1), noisy(model.params(), 2)
@@ -242,7 +242,7 @@ def test_a_share_is_a_share(seed, bias, scale):
 @pytest.mark.each_value
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_the_own_adapter_is_trained_beside_the_frozen_global_one(folder, kind, rule):
+def test_the_local_adapter_is_trained_while_the_global_one_is_frozen(folder, kind, rule):
     """Autograd through weights W + s/2 B A + s/2 B' A' of the plain model, torch's own optimiser."""
     model, rows, hf = model_of(folder, kind), rows_of(), plain(folder, kind)
     g, v = noisy(model.params(), 1), noisy(model.params(), 2)
@@ -408,7 +408,7 @@ def test_instructions_from_run_to_prediction(folder, tmp_path):
 
 
 @pytest.mark.proof
-def test_a_newcomer_beside_fedbip_has_both_adapters(folder, tmp_path):
+def test_a_newcomer_under_fedbip_has_both_adapters(folder, tmp_path):
     fedfm.run(tables(folder, "fedbip"), tmp_path / "run")
     found = join(tmp_path / "run", folder / "rows.jsonl")
     assert 0 <= found["accuracy"] <= 1
@@ -447,12 +447,12 @@ def test_other_adaptations_are_refused(folder, adaptation, name):
         ({"optimiser": "proximal"}, "method.local.optimiser"),
     ],
 )
-def test_what_makes_no_sense_is_refused(folder, keys, says):
+def test_invalid_settings_are_refused(folder, keys, says):
     with pytest.raises(InputError, match=says):
         Experiment.from_dict(tables(folder, "feddpa", local=keys))
 
 
-def test_where_it_does_not_fit(folder, tmp_path):
+def test_models_and_methods_without_two_adapters_are_refused(folder, tmp_path):
     wrong = tables(folder, "fedavg")
     wrong["data"]["path"] = str(pictures(tmp_path, 40))
     wrong["model"] = {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "targets": ["projection"]}}

@@ -129,7 +129,7 @@ def test_the_gate_is_a_share_of_each_row():
 
 
 # --- against a naive loop ---------------------------------------------------------------------------------------------
-def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
+def test_a_local_pass_equals_a_loop_that_computes_both_experts_completely(place):
     """Stage two beside plain PyTorch: both experts' whole forward, torch's AdamW, the layers chosen by hand."""
     # Batch norm removes a bias before it: without a larger epsilon, AdamW would divide rounding by rounding there.
     experiment = fedfm.Experiment.from_dict(tables(place, local=LOCAL_PASS | {"epsilon": 1e-4}))
@@ -179,7 +179,7 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
 
 
 @pytest.mark.proof
-def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
+def test_caches_kept_over_rounds_do_not_change_the_result(place, monkeypatch):
     """A later round, a first one, and one where nothing fits into files; with a trunk that reads other states."""
     experiment = fedfm.Experiment.from_dict(tables(place, gate="all", adaptation={"dropout": 0.3}))
     W, found = populate(experiment).model.params(), []
@@ -203,7 +203,7 @@ def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
 
 @pytest.mark.proof
 @of_one_kind
-def test_the_log_tells_what_stage_two_trained(place, tmp_path, kind):
+def test_the_log_lists_what_stage_two_trained(place, tmp_path, kind):
     run(place, tmp_path / "run", queue=1, threshold=2.0)
     lines = fedfm.load_run(tmp_path / "run").metrics()
     assert ["backward_seconds" in line for line in lines] == [False, False, True, True]

@@ -56,7 +56,7 @@ PRIVATE = {"covariance": "spherical", "components": 1}
 
 
 @pytest.mark.parametrize("covariance", ["spherical", "diag", "full"])
-def test_it_learns_in_one_round_and_says_what_it_sent(file, tmp_path, covariance):
+def test_fedpft_learns_in_one_round_and_reports_what_it_sent(file, tmp_path, covariance):
     result = fedfm.run(tables(file, covariance=covariance, components=2), tmp_path / "run")
     central = fedfm.run(tables(file) | {"method": {"name": "centralised"}}, tmp_path / "central")
     assert result["rounds"] == 1
@@ -373,7 +373,7 @@ def test_a_private_line_learns_and_bears_a_client_that_has_nothing_to_tell(file,
     assert {f.name for f in findings} == {"membership", "membership_tpr"}
 
 
-def test_what_a_run_spends_is_on_the_ledger_before_it_is_sent(file, tmp_path, monkeypatch):
+def test_the_ledger_has_an_epsilon_before_the_message_is_sent(file, tmp_path, monkeypatch):
     monkeypatch.setattr(private, "to_gaussian", lambda *args, **options: None)  # as where no class exceeds
     with pytest.raises(RunError, match="no class exceeds"):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1e-6}, **PRIVATE), tmp_path / "failed")
@@ -452,7 +452,7 @@ def test_the_papers_noise_is_larger_and_refused_where_it_fails(file, tmp_path):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 600.0}, **full), tmp_path / "fails")
 
 
-def test_the_papers_other_reading_is_told_as_it_is(file, tmp_path):
+def test_the_papers_other_reading_of_the_bound_is_reported(file, tmp_path):
     """Theorem 4.1 with the client's 200 rows for n: a class of 50 has a quarter of the noise."""
     even = np.load(file)
     order = np.concatenate([np.flatnonzero(even["y"] == c)[:150] for c in range(CLASSES)])

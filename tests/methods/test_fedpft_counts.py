@@ -96,7 +96,7 @@ def test_weights_tell_a_count_that_is_sent_and_none_that_is_withheld(file, tmp_p
     assert not any(a == n for a, (n, _) in zip(found, several, strict=True))
 
 
-def test_the_number_of_components_follows_a_count_that_is_sent_and_tells_one_bit_where_it_is_withheld(file, tmp_path):
+def test_the_number_of_components_reveals_one_bit_of_a_withheld_count(file, tmp_path):
     _, sent = seen(file, tmp_path / "sent", samples=SAMPLES)
     follows = [g.components == max(1, min(K, n // 10)) for _, _, n, g in sent]
     assert np.mean(follows) > 0.6
@@ -140,7 +140,7 @@ def test_a_class_of_few_rows_leaves_no_trace(file, tmp_path):
             assert (other.withheld, other.withheld_rows) == ([], 0)
 
 
-def test_nobody_is_asked_for_scores_and_the_report_says_what_is_told(file, tmp_path):
+def test_no_client_is_asked_for_scores_and_the_report_states_the_disclosures(file, tmp_path):
     result = fedfm.run(tables(file, **HIDDEN), tmp_path / "run")
     lines = (tmp_path / "run" / "messages.jsonl").read_text().splitlines()
     assert {json.loads(line)["handler"] for line in lines} == {"query.FedPFT_summarise"}
@@ -154,7 +154,7 @@ def test_nobody_is_asked_for_scores_and_the_report_says_what_is_told(file, tmp_p
     assert (found.verdict, found.detail["leaking_components"]) == ("holds", 0)
 
 
-def test_what_remains_is_said():
+def test_the_help_states_what_withheld_counts_still_reveal():
     told = " ".join(catalogue.method("fedpft").replace("# ", "").split())
     for part in (
         "A class with several components has at least ten rows for each",
@@ -211,14 +211,14 @@ def test_a_run_says_how_many_rows_it_withholds(file, tmp_path):
 
 
 @pytest.mark.parametrize("how", [{"shuffle": True}, {"topology": "chain"}])
-def test_it_says_so_in_other_forms_too(file, tmp_path, how):
+def test_other_forms_state_the_withheld_counts_too(file, tmp_path, how):
     result = fedfm.run(tables(file, min_count=30, **how), tmp_path / "run")
     assert result["details"]["withheld_rows"] > 0
     report = (tmp_path / "run" / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert f"{result['details']['withheld_rows']} rows in all, withheld" in report
 
 
-def test_along_a_private_line_it_says_so_of_draws(file, tmp_path):
+def test_a_private_chain_states_that_its_rows_are_draws(file, tmp_path):
     privacy = {"privacy": {"unit": "record", "target_epsilon": 50.0, "delta": 1e-5}}
     result = fedfm.run(tables(file, min_count=30, topology="chain") | privacy, tmp_path / "run")
     (notice,) = [n for n in fedfm.load_run(tmp_path / "run").manifest["notices"] if "withheld" in n]
@@ -232,7 +232,7 @@ def test_a_run_that_withholds_nothing_has_no_notice(file, tmp_path):
     assert not [n for n in fedfm.load_run(tmp_path / "run").manifest["notices"] if "withheld" in n]
 
 
-def test_a_private_run_says_of_rows_left_out_what_its_noisy_counts_say(file, tmp_path):
+def test_a_private_run_reports_left_out_rows_from_its_noisy_counts(file, tmp_path):
     """Nothing of min_count, which would be a true count: two runs on the same noisy release say the same."""
     privacy = {"privacy": {"unit": "record", "target_epsilon": 2.0, "delta": 1e-5}}
     base = tables(file)

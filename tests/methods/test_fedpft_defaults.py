@@ -22,7 +22,7 @@ def tables(folder):
     }
 
 
-def test_a_private_run_sends_one_spherical_component_unless_told_otherwise(tmp_path):
+def test_a_private_run_sends_one_spherical_component_by_default(tmp_path):
     plain = tables(tmp_path)
     for privacy, given, covariance, components in (
         (None, {}, "diag", 10),

@@ -199,7 +199,7 @@ def test_a_client_is_predicted_and_a_newcomer_joins(place, tmp_path):
         ({"templates": ["a " * 130 + "{}."]}, r"model\.templates"),
     ],
 )
-def test_what_does_not_fit_is_refused(place, tmp_path, keys, message):
+def test_unsuitable_models_and_templates_are_refused(place, tmp_path, keys, message):
     wrong = tables(place)
     wrong["model"] |= keys
     with pytest.raises(InputError, match=message):

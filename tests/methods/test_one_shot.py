@@ -111,7 +111,7 @@ def test_mini_batches_visit_every_row_once_an_epoch():
 
 
 @pytest.mark.parametrize("method", [Ensemble, Average, FedBE, FedNCM, KD, FedKT])
-def test_one_round_and_no_other(method):
+def test_one_shot_methods_refuse_other_numbers_of_rounds(method):
     checked(method(rounds=0))
     with pytest.raises(InputError, match="takes one round"):
         checked(method(rounds=2))
@@ -310,7 +310,7 @@ def test_ccvr_keeps_the_head_if_noise_leaves_no_class_any_rows(monkeypatch):
     assert "noise leaves no class any rows" in said[0]
 
 
-def test_ccvr_draws_what_it_says():
+def test_ccvr_draws_from_the_stated_mixture():
     mu, sigma = torch.tensor([1.0, -2.0]).double(), torch.tensor([[4.0, 2.0], [2.0, 1.0]]).double()  # singular
     z = draw(mu, sigma, 20000, seed=0)
     torch.testing.assert_close(z.mean(0), mu, atol=0.05, rtol=0)
@@ -331,7 +331,7 @@ def test_ccvr_calibrates_last(tmp_path):
 
 
 @pytest.mark.proof
-def test_ccvr_calibrates_the_head_beside_lora(tmp_path):
+def test_ccvr_calibrates_the_head_of_a_model_with_lora(tmp_path):
     tables = {
         "data": {"name": "digits", "limit": 150, "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 3}},
         "model": {"name": "nano-vit", "adaptation": {"name": "lora"}},
@@ -473,7 +473,7 @@ def test_others_rows_only_and_as_many_as_ones_own():
     assert others({"a": held["a"]}, "a", 2, seed=0).x.shape == (0, 2)
 
 
-def test_fedfed_keeps_what_tells_the_classes_apart(tmp_path):
+def test_fedfed_keeps_the_features_that_distinguish_the_classes(tmp_path):
     """Dimension 0 is large and says nothing, dimension 1 is the class: q learns to take dimension 0 away."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 120)
@@ -488,7 +488,7 @@ def test_fedfed_keeps_what_tells_the_classes_apart(tmp_path):
     assert torch.equal(state.shared["a"].y, torch.tensor(rows["a"][1]))
 
 
-def test_fedfed_noise_has_the_size_it_says(tmp_path):
+def test_fedfed_noise_has_the_stated_size(tmp_path):
     rows = {"a": random_rows(n=2000)["c0"]}
     theta = Params({"encode": torch.zeros(1, 3), "decode": torch.zeros(3, 1)})
     method = FedFed(noise=0.5)

@@ -66,7 +66,7 @@ def own(fed, method, state):
 
 
 # --- Ditto ----------------------------------------------------------------------------------------------------------
-def test_ditto_ends_where_its_closed_form_says(tmp_path):
+def test_ditto_converges_to_its_closed_form(tmp_path):
     # Optima 0 and 2, one row each: the mean of both local models stays 1 = w. Each step of v on (v - a)^2/2 +
     # lambda/2 (v - 1)^2 shrinks its distance to v* = (a + lambda)/(1 + lambda) by 1 - eta (1 + lambda) = .8.
     method = Ditto(local=DittoOptimiser(learning_rate=0.1, epochs=5, batch_size=8, lambda_=1.0))
@@ -533,7 +533,7 @@ def test_a_foundation_model_is_mixed_into_one_model_for_all(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ditto", "local"])
-def test_a_client_whose_own_model_is_of_another_kind_stops_nobody(tmp_path, monkeypatch, name):
+def test_a_client_with_another_kind_of_model_does_not_stop_the_run(tmp_path, monkeypatch, name):
     cls, half = {"ditto": (Evaluation, "reveal"), "local": (LocalOnly, "train_alone")}[name]
     honest = getattr(cls, half)
 

@@ -148,7 +148,7 @@ def test_methods_that_train_by_the_local_loop_train_this_too(folder, tmp_path, m
         ({"model": {"template": "no place"}}, "model.template"),
     ],
 )
-def test_what_cannot_work_is_refused(folder, tmp_path, change, says):
+def test_unsuitable_settings_are_refused(folder, tmp_path, change, says):
     wanted = tables(folder, **{k: v for k, v in change.items() if k == "model"})
     if "method" in change:
         wanted["method"] = {"name": change["method"]}

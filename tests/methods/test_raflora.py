@@ -112,7 +112,7 @@ def test_runs_of_equal_ranks_have_the_bits_of_flexlora(folder, tmp_path):
     assert both[0]["params_sha256"] == both[1]["params_sha256"]
 
 
-def test_what_few_clients_hold_stays_in_raflora_and_fades_in_flexlora(folder, tmp_path):
+def test_energy_of_high_ranks_stays_in_raflora_and_fades_in_flexlora(folder, tmp_path):
     share = {}
     for name in ("flexlora", "raflora"):
         result = run(folder, tmp_path / name, name, ranks=[1, 1, 4])

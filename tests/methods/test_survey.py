@@ -120,7 +120,7 @@ def test_a_silo_by_silo_distance_is_that_of_its_rows(place, tmp_path):
 
 
 @pytest.mark.parametrize("privacy", [None, SECURE])
-def test_each_silo_is_told_its_own_distance_and_the_server_gets_their_histogram(place, tmp_path, privacy):
+def test_each_silo_learns_its_own_distance_and_the_server_a_histogram(place, tmp_path, privacy):
     _, found = figures_of_run(tables(place, privacy=privacy, tell_silos=True), tmp_path / "run")
     x, owner = UNIT[:TRAIN], WHERE[:TRAIN]
     apart = [((x[owner == k].mean(0) - x.mean(0)) ** 2).sum() / x.var(0).sum() for k in np.unique(owner)]
@@ -272,7 +272,7 @@ def test_hidden_counts_do_not_follow_from_the_others(counts, least, outside):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 12), min_size=4, max_size=4), min_size=1, max_size=3), st.integers(2, 10))
-def test_figures_beside_hidden_counts_do_not_depend_on_them(silos, least):
+def test_figures_do_not_depend_on_hidden_counts(silos, least):
     """One sum of squares beside the sum of two counts would determine both. Of one silo nothing else is known either;
     of several, the spread within them is told in three digits."""
     counts = np.array(silos, float)

@@ -24,7 +24,7 @@ def sigma(m, k):
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
-def test_it_says_what_it_is(covariance):
+def test_a_mixture_has_its_covariance_components_and_dimension(covariance):
     m = make(covariance)
     assert (m.covariance, m.components, m.dim) == (covariance, 3, 4)
     m.check()
@@ -101,6 +101,6 @@ def _with(m, **change):
         ("full", {"scales": np.ones((3, 4, 4), np.float32)}, "lower triangular"),
     ],
 )
-def test_what_is_no_mixture_is_refused(covariance, change, says):
+def test_invalid_mixtures_are_refused(covariance, change, says):
     with pytest.raises(ValueError, match=says):
         _with(make(covariance), **change).check()

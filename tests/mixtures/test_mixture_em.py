@@ -241,7 +241,7 @@ X = np.zeros((4, 2))
         ({"tol": float("nan")}, "tol"),
     ],
 )
-def test_what_makes_no_sense_is_refused(change, says):
+def test_invalid_groups_and_settings_are_refused(change, says):
     given = {"groups": [X], "components": [2], "covariance": "diag", "seeds": [0]} | change
     with pytest.raises(ValueError, match=says):
         fit(**given)

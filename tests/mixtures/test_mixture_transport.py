@@ -80,7 +80,7 @@ def _encoded(value):
     return head, b"".join(pieces)
 
 
-def test_what_float16_cannot_hold_travels():
+def test_values_beyond_float16_are_transported():
     """Means beyond 65,504, variances below 6e-8, and a standard deviation that would round to nothing."""
     means = np.array([[1e6, -3.0], [2e6, 0.5]], np.float32)
     m = Mixture(np.array([0.5, 0.5]), means, np.array([[2.0, 1e-9], [1e-4, 3]], np.float32))

@@ -27,7 +27,7 @@ def drawn(model):
 
 
 @pytest.mark.parametrize("family", WITHOUT)
-def test_the_bias_changes_nothing_but_the_bias(folder, family):
+def test_an_added_bias_changes_no_other_parameter(folder, family):
     plain, model = load(folder(family), head_bias=False), load(folder(family))
     rows = model.prepare(sentences(), range(5))
     (weight,) = plain.names
@@ -62,7 +62,7 @@ def test_other_adaptations_and_heads_with_a_bias_stay_as_they_are(folder, family
     assert not model.added_bias
 
 
-def test_names_of_classes_as_a_head_get_one_too(tmp_path):
+def test_a_head_made_from_class_names_gets_a_bias(tmp_path):
     tiny_clip.save("clip", tmp_path)
     spec = ModelSpec(str(tmp_path), task="zero_shot", adaptation=AdaptationSpec("head"))
     plain, model = (load_model(spec, classes=("fox", "dog"), kind="image", head_bias=b) for b in (False, True))
@@ -95,7 +95,7 @@ def test_export_to_transformers_is_refused_or_has_the_same_logits(folder, tmp_pa
         torch.testing.assert_close(theirs.eval()(**batch).logits, model.predict(rows), rtol=1e-4, atol=1e-5)
 
 
-def test_export_to_torch_holds_it(folder, tmp_path):
+def test_an_export_to_torch_contains_the_bias(folder, tmp_path):
     from safetensors.torch import load_file
 
     model = load(folder("llama"), table=table_for("llama"))

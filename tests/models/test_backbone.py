@@ -20,7 +20,7 @@ def test_features_are_those_of_the_pictures_themselves():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_no_picture_classifier_is_refused():
+def test_models_that_classify_no_images_are_refused():
     with pytest.raises(InputError, match="nano-clip"):
         Backbone("nano-clip", "cpu")
     with pytest.raises(InputError, match="no-such"):

@@ -15,7 +15,7 @@ TALK = (("user", "what is up"), ("assistant", "the sky"), ("user", "and down"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_counts_is_what_trl_counts(name):
+def test_the_counted_tokens_are_those_of_trl(name):
     ours = tokenizer_of((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
     theirs = tokenizer_of(trl.get_training_chat_template(ours))
     chat_templates.fit(ours, None, {})

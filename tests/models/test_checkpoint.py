@@ -114,7 +114,7 @@ class TestAnyFamily:
                 classifier(less, name)
 
     @pytest.mark.sample("bert of another task", "jina", "bare llama", "vit")
-    def test_none_may_have_another_shape_or_another_name(self, checkpoint, name, tmp_path):
+    def test_no_tensor_may_have_another_shape_or_name(self, checkpoint, name, tmp_path):
         tensors = tensors_of(checkpoint(name))
         for odd in some_of_the_base(name, tensors)[::3]:
             longer = torch.zeros([n + 1 for n in tensors[odd].shape])
@@ -132,7 +132,7 @@ class TestAnyFamily:
         with pytest.raises(InputError, match=f"Its names are the model's names with the prefix '{prefix}'"):
             classifier(changed(checkpoint(name), tmp_path, wrapped), name)
 
-    def test_heads_may_lack_or_be_of_another_shape(self, checkpoint, name, tmp_path):
+    def test_heads_may_be_missing_or_have_another_shape(self, checkpoint, name, tmp_path):
         own = {k for k in tensors_of(checkpoint(name)) if k.startswith(MADE[name][2])}
         bare = {k: v for k, v in tensors_of(checkpoint(name)).items() if k not in own}
         model = classifier(changed(checkpoint(name), tmp_path, bare), name)
@@ -151,7 +151,7 @@ def test_a_pooler_that_the_checkpoint_has_none_of_is_new_and_named(checkpoint, t
         classifier(changed(checkpoint(name), tmp_path, half), name)
 
 
-def test_what_the_class_that_wrote_the_file_has_may_not_lack_outside_the_base(tmp_path):
+def test_tensors_of_the_saving_class_may_not_be_missing_outside_the_base(tmp_path):
     with quiet():
         t.DebertaV2ForSequenceClassification(t.DebertaV2Config(**TEXT)).save_pretrained(tmp_path / "a")
     save_tokenizer(tmp_path / "a")
@@ -160,7 +160,7 @@ def test_what_the_class_that_wrote_the_file_has_may_not_lack_outside_the_base(tm
         load(changed(tmp_path / "a", tmp_path / "b", less), sentences(), "full")
 
 
-def test_left_over_tensors_are_refused_inside_the_base_and_said_outside(checkpoint, tmp_path):
+def test_left_over_tensors_are_refused_inside_the_base_and_reported_outside(checkpoint, tmp_path):
     name = "classifier"
     more = tensors_of(checkpoint(name))
     with pytest.raises(InputError, match=r"has 16 tensors for which a model of its configuration has no place"):
@@ -202,7 +202,7 @@ def test_no_pattern_of_a_class_hides_a_single_tensor_of_a_block_too_many(folder,
             load(path, table, "lora")
 
 
-def test_weights_that_a_pattern_hides_are_said_and_masks_are_not(folder, tmp_path):
+def test_weights_that_a_pattern_hides_are_reported_and_masks_are_not(folder, tmp_path):
     draws, tensors = torch.Generator().manual_seed(0), tensors_of(folder("gpt2"))
     learned = {f"transformer.h.1.{part}.bias": torch.randn(48, generator=draws) for part in ("attn", "cross.c_attn")}
     masks = {
@@ -225,7 +225,7 @@ def language_model(path, hollow=False, **spec):
 class TestLanguageModels:
     @pytest.mark.each_value
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
-    def test_nothing_may_lack_or_be_left_over(self, folder, family, hollow, tmp_path):
+    def test_no_tensor_may_be_missing_or_left_over(self, folder, family, hollow, tmp_path):
         tensors = tensors_of(folder(family))
         for gone in sorted(tensors)[::5]:
             less = changed(folder(family), tmp_path, {k: v for k, v in tensors.items() if k != gone})
@@ -268,7 +268,7 @@ def test_an_encoder_with_a_decoder_is_no_causal_model(tmp_path):
             language_model(tmp_path / config.__name__)
 
 
-def test_a_foundation_model_is_whole(tmp_path):
+def test_a_foundation_model_must_be_complete(tmp_path):
     model = load(save("bert", tmp_path / "a"), sentences(), "full", weights="random")
     tensors = tensors_of(tmp_path / "a")
     gone = next(k for k in tensors if "layer.1.output.dense.weight" in k)
@@ -278,7 +278,7 @@ def test_a_foundation_model_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("bits", ["nf4", "int8"])
-def test_bases_that_become_quantised_are_whole(folder, bits, tmp_path):
+def test_bases_to_be_quantised_must_be_complete(folder, bits, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     tensors = tensors_of(folder("llama"))
     gone = "model.layers.1.mlp.up_proj.weight"
@@ -288,7 +288,7 @@ def test_bases_that_become_quantised_are_whole(folder, bits, tmp_path):
 
 
 class TestImageProcessors:
-    def test_a_guess_is_said(self, folder, tmp_path):
+    def test_a_guess_is_reported(self, folder, tmp_path):
         for family in ("vit", "clip"):
             target = tmp_path / family
             shutil.copytree(folder(family), target)
@@ -303,7 +303,7 @@ class TestImageProcessors:
         with pytest.raises(InputError, match=r"image processor of .* cannot be read: .* not a valid JSON file"):
             load(tmp_path, images(), "head")
 
-    def test_what_a_processor_lacks_is_said_and_not_the_names_of_its_classes(self, folder, tmp_path, monkeypatch):
+    def test_a_missing_dependency_of_a_processor_is_named_without_its_classes(self, folder, tmp_path, monkeypatch):
         def fail(*_args, **_about):  # as transformers 5.20 of SegFormer's
             classes = "pil: SegformerImageProcessorPil, torchvision: SegformerImageProcessor"
             raise ValueError(
@@ -317,7 +317,7 @@ class TestImageProcessors:
         with pytest.raises(InputError, match=r"cannot be read: Missing optional dependencies: torchvision\."):
             load(tmp_path, images(), "head")
 
-    def test_one_that_does_not_run_here_lends_its_figures(self, folder, tmp_path, monkeypatch):
+    def test_a_processor_that_does_not_run_here_still_gives_its_sizes(self, folder, tmp_path, monkeypatch):
         def fail(*_args, **_about):
             raise ImportError("DINOv3ViTImageProcessor requires the Torchvision library. Read on")
 

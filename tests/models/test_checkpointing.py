@@ -51,7 +51,7 @@ def test_an_export_after_training_has_the_trained_weights(folder):
         )
 
 
-def test_where_it_does_nothing_it_is_refused(folder):
+def test_gradient_checkpointing_without_effect_is_refused(folder):
     with pytest.raises(InputError, match="no gradient passes the blocks"):
         load(folder("vit"), images(), "head", gradient_checkpointing=True)
     model = load(folder("bert"), sentences(), "lora", gradient_checkpointing=True)

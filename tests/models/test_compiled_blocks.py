@@ -82,7 +82,7 @@ def test_true_is_the_default_mode_and_false_none():
         Experiment.from_dict(TABLES | {"model": {"name": "nano-vit", "compile": "fast"}})
 
 
-def test_what_does_not_go_together_is_refused(folder):
+def test_incompatible_settings_are_refused(folder):
     with pytest.raises(InputError, match=r'run.kernels = "fast": packed clients skip the blocks'):
         Experiment.from_dict(TABLES | {"model": {"name": "nano-vit", "compile": True}, "run": {"kernels": "fast"}})
     with pytest.raises(InputError, match=r"drop this key or model\.gradient_checkpointing"):

@@ -72,7 +72,7 @@ def test_cublas_gets_its_workspace_before_it_starts(monkeypatch):
     ("kernels", "adaptation", "said"),
     [("fast", "head", True), ("fast", "lora", False), ("exact", "head", False), ("fast", "full", True)],
 )
-def test_kernels_that_do_nothing_are_said(tmp_path, kernels, adaptation, said):
+def test_kernels_that_do_nothing_are_reported(tmp_path, kernels, adaptation, said):
     tables = TABLES | {"model": {"name": "nano-vit", "adaptation": {"name": adaptation}}}
     tables |= {"method": {"name": "fedavg", "rounds": 0}, "run": {"workers": 1, "kernels": kernels}}
     fedfm.run(tables, tmp_path / "run")
@@ -80,7 +80,7 @@ def test_kernels_that_do_nothing_are_said(tmp_path, kernels, adaptation, said):
     assert any(f'run.kernels = "{kernels}" does nothing here' in n for n in notices) is said
 
 
-def test_a_share_of_gpus_without_gpus_is_said(tmp_path):
+def test_a_share_of_gpus_without_gpus_is_reported(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     fedfm.run(TABLES | {"run": {"workers": 1, "gpus_per_client": 0.5}}, tmp_path / "run")
@@ -168,7 +168,7 @@ def adapted():
     return get_peft_model(Chain(), config)
 
 
-def test_what_is_trained_of_a_model_on_two_devices_is_on_one():
+def test_trained_parameters_of_a_model_on_two_devices_are_on_one():
     """On devices that are pretended: a product of tensors from two devices would raise."""
     module = adapted()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():

@@ -238,7 +238,7 @@ def test_numbers_that_travel_on_models_of_full_size(kind, adapt, numbers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_written_prompts_are_read_beside_a_learned_context(place, kind):
+def test_written_prompts_are_read_next_to_a_learned_context(place, kind):
     model = model_of(place(kind), "prompt", templates=TEMPLATES)
     model.load(moved(model))
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_texts_are_encoded_once_an_evaluation_and_once_a_batch_of_training(place
     assert calls.n == 4
 
 
-def test_what_is_frozen_is_not_computed_again(place):
+def test_frozen_encoders_are_not_computed_again(place):
     spec = AdaptationSpec("lora", rank=2, targets=("visual_projection",))
     model = model_of(place("clip"), spec)
     calls, rows = Calls(model.dual.clip.text_model), model.prepare(table(), range(5))
@@ -344,7 +344,7 @@ def top(model, states, k, *, train):
 @pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_resuming_above_the_boundary_gives_the_bits_of_the_whole_forward(place, kind, k):
+def test_starting_above_the_frozen_blocks_gives_the_bits_of_the_full_forward(place, kind, k):
     model = model_of(place(kind), n=32, templates=TEMPLATES)
     w_g = moved(model)
     rows = model.prepare(table(32), range(32))
@@ -370,7 +370,7 @@ def test_resuming_above_the_boundary_gives_the_bits_of_the_whole_forward(place, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_top_blocks_run_and_learn_as_in_the_whole_forward(place, kind):
+def test_only_the_top_blocks_run_and_learn_as_in_the_full_forward(place, kind):
     model = model_of(place(kind), n=32)
     w = moved(model)
     model.load(w)

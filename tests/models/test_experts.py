@@ -306,7 +306,7 @@ def test_afterwards_the_model_is_as_before(case):
     assert all(not torch.equal(trained[n], v[n]) for n in v)
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(case):
+def test_mismatched_experts_are_refused_before_anything_changes(case):
     model = case.model
     g = noisy(model, 1)
     for adapters, error, says in (

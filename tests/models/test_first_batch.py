@@ -12,7 +12,7 @@ from fedfm.models import families, first_batch
 
 @pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
 @pytest.mark.parametrize("family", ["vit", "bert", "gpt2", "swin", "resnet"])
-def test_nothing_is_said_of_models_that_train_as_described(folder, family, adaptation):
+def test_models_that_train_as_described_give_no_notice(folder, family, adaptation):
     table = table_for(family)
     model = load(folder(family), table, adaptation)
     assert first_batch.look(model, model.prepare(table, range(5))) == []
@@ -45,7 +45,7 @@ def test_last_blocks_that_are_not_the_last_to_run_are_refused(folder):
         first_batch.look(model, model.prepare(table, range(3)))
 
 
-def test_a_last_block_beside_the_path_of_the_loss_is_refused(folder):
+def test_a_last_block_that_the_loss_does_not_use_is_refused(folder):
     table = images()
     model = load(folder("vit"), table, "top_layers")
     last = model.parts.blocks[-1][1]

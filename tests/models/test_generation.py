@@ -54,7 +54,7 @@ def test_drawn_answers_and_beams_are_left_out_with_a_word(folder, settings, said
         ({"forced_bos_token_id": 1}, "forced_bos_token_id = 1"),
     ],
 )
-def test_settings_that_answers_follow_are_said(folder, settings, said):
+def test_settings_that_answers_follow_are_reported(folder, settings, said):
     model = load(folder("llama"), TABLE, "lora", template="alpaca", answer_tokens=6)
     for key, value in settings.items():
         setattr(model.module.generation_config, key, value)

@@ -32,7 +32,7 @@ def held(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
-def test_trained_tensors_and_fingerprint_are_those_of_the_whole_model(folder, family):
+def test_trained_tensors_and_fingerprint_are_those_of_the_complete_model(folder, family):
     whole, hollow = pair(folder(family), rank=2)
     assert hollow.hollow
     assert not whole.hollow
@@ -46,7 +46,7 @@ def test_trained_tensors_and_fingerprint_are_those_of_the_whole_model(folder, fa
         hollow.predict(rows)
 
 
-def test_files_with_other_names_are_loaded_whole(folder):
+def test_files_with_other_names_are_loaded_completely(folder):
     """Those of a ViT have other names than its modules."""
     spec = ModelSpec(str(folder("vit")), adaptation=AdaptationSpec("lora"))
     model = load_model(spec, classes=CLASSES, kind="image", hollow=True)
@@ -54,7 +54,7 @@ def test_files_with_other_names_are_loaded_whole(folder):
     model.predict(model.prepare(images(), range(2)))
 
 
-def test_what_needs_the_weights_gets_them(folder):
+def test_settings_that_need_the_weights_load_them(folder):
     _, dora = pair(folder("llama"), rank=2, dora=True)  # its norms are those of the weights
     assert not dora.hollow
     spec = ModelSpec(str(folder("llama")), adaptation=AdaptationSpec("full"))

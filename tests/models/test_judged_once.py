@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("method", "last"),
     [("local", 6), ("fedamp", 9), ("ditto", 9), ("fedbip", 9), ("fedavg", 4)],  # 9: also the starts of the last pass
 )
-def test_once_a_round(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, last: int) -> None:
+def test_a_model_is_scored_once_a_round(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, last: int
+) -> None:
     judged: list[int] = []
     evaluate = Model.evaluate
 
@@ -123,7 +125,7 @@ def test_both_figures_are_those_of_the_rows(folder: Path, tmp_path: Path, run: d
 
 
 @pytest.mark.parametrize("task", ["language_modelling", "instruction", "preference"])
-def test_scores_of_parts_are_those_of_the_whole(folder: Path, tmp_path: Path, task: str) -> None:
+def test_scores_of_parts_are_those_of_all_rows(folder: Path, tmp_path: Path, task: str) -> None:
     """Three clients and one have the same start model and the same test rows."""
     found = []
     for clients in (1, 3):
@@ -140,7 +142,7 @@ def test_scores_of_parts_are_those_of_the_whole(folder: Path, tmp_path: Path, ta
     assert found[0]["local_loss"] == found[0]["loss"]  # one client: the same rows, hence the same bits
 
 
-def test_an_own_module_with_one_client(tmp_path: Path) -> None:
+def test_a_users_module_with_one_client_is_scored_once(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 5, generator=generator)
     y = (x[:, 0] > 0).long()

@@ -46,7 +46,7 @@ def look(path, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", BOTH_WAYS)
-def test_one_that_attends_in_both_directions_is_refused(tmp_path, config, dtype):
+def test_a_model_that_attends_in_both_directions_is_refused(tmp_path, config, dtype):
     with pytest.raises(InputError, match="sees the words that it predicts") as error:
         look(saved(tmp_path, config, *BOTH_WAYS[config]), dtype)
     assert ('"causal": true' in str(error.value)) == hasattr(getattr(transformers, config)(), "causal")

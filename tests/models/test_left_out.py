@@ -26,7 +26,7 @@ def fitted(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_is_told_is_what_the_tokens_lack(path):
+def test_the_notice_counts_exactly_what_the_tokens_lack(path):
     tokenizer = fitted(path)
     try:
         row = chat_templates.encode_row(SAID, ANSWER, None, tokenizer)
@@ -45,7 +45,7 @@ def test_what_is_told_is_what_the_tokens_lack(path):
     assert set(found) <= set(THOUGHTS)
 
 
-def test_a_text_beside_calls_is_told():
+def test_a_text_next_to_calls_is_reported():
     rows = [row_of(talk(content="let me look")), row_of(talk()), row_of(talk(content="well"))]
     dropped = left_out.count(rows, None, fitted(FOLDER / "llama3_1.jinja"))
     assert dropped["what an assistant says next to calls of tools"] == 2

@@ -77,7 +77,7 @@ def test_an_answer_needs_a_prompt(tmp_path):
 
 
 class TestTokens:
-    def test_one_that_the_embedding_lacks_is_refused_with_its_row(self, tmp_path):
+    def test_a_token_beyond_the_embedding_is_refused_with_its_row(self, tmp_path):
         from transformers import AutoTokenizer
 
         from fedfm.data.load import load_table
@@ -111,7 +111,7 @@ class TestTokens:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_told_with_its_file(value, tmp_path):
+def test_a_weight_that_is_no_number_is_reported_with_its_file(value, tmp_path):
     file = save("bert", tmp_path) / "model.safetensors"
     state = load_file(file)
     name = next(n for n in state if n.endswith("layer.1.output.dense.weight"))

@@ -240,7 +240,7 @@ def test_ranks_of_experts_are_cut_and_grown_by_expert(folder):
         ("Phimoe", {"targets": ("router",)}, "is of type PhimoeTopKRouter"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(folder, family, keys, words):
+def test_modules_that_peft_cannot_adapt_are_refused(folder, family, keys, words):
     with pytest.raises(InputError, match=words):
         load(folder(family), **keys)
 
@@ -336,7 +336,7 @@ def test_between_forward_and_backward_memory_holds_the_bits_alone(folder, monkey
 
 @bitsandbytes
 @pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3"])
-def test_a_quantised_run_exports_what_it_judged(folder, tmp_path, family):
+def test_a_quantised_run_exports_the_model_that_it_scored(folder, tmp_path, family):
     model = load(folder(family), model=NF4)
     w = drawn(model)
     model.load(w)
@@ -363,7 +363,7 @@ def test_a_shift_acts_on_experts_in_bits(folder):
 
 
 @bitsandbytes
-def test_what_keeps_floating_point_is_said(folder):
+def test_parameters_that_stay_in_floating_point_are_reported(folder):
     (line,) = load(folder("Mixtral"), model={"quantization": "int8"}).notices
     assert re.search(
         r"gate_up_proj, down_proj, .* keep floating point: \d\d % of the parameters, 0.\d of 0.\d MiB", line
@@ -372,7 +372,7 @@ def test_what_keeps_floating_point_is_said(folder):
 
 @pytest.mark.sample("Mixtral", "GptOss", "Jamba")
 @pytest.mark.parametrize("family", MIXTURES)
-def test_what_does_not_go_with_experts_names_what_to_leave_out(folder, family):
+def test_keys_that_experts_do_not_support_name_modules_to_exclude(folder, family):
     """The keys that a message names work as they are: where PEFT cannot adapt experts, and where a method cannot."""
 
     def cured(error):
@@ -388,7 +388,7 @@ def test_what_does_not_go_with_experts_names_what_to_leave_out(folder, family):
 
 
 @bitsandbytes
-def test_experts_in_one_matrix_are_said_to_be_left_out(tmp_path):
+def test_experts_in_one_matrix_are_reported_as_left_out(tmp_path):
     """DBRX holds all its experts in matrices of two axes, which neither PEFT nor bitsandbytes takes apart."""
     experts = {"ffn_hidden_size": 64, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
     heads = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}
@@ -411,7 +411,7 @@ def test_experts_in_one_matrix_are_said_to_be_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3"])
-def test_one_expert_of_several_that_lacks_or_is_odd_is_told_by_what_is_made_of_it(folder, family, tmp_path):
+def test_a_missing_or_odd_expert_is_reported_under_the_joined_parameter(folder, family, tmp_path):
     """In files each expert has maps of its own, of which transformers makes one parameter."""
     shutil.copytree(folder(family), tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")

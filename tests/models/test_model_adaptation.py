@@ -230,7 +230,7 @@ def test_alphas_exclusions_and_the_start_are_pefts(folder, tmp_path):
         ({"init_lora_weights": "random"}, "B starts at random"),
     ],
 )
-def test_what_fits_no_module_or_changes_the_base_is_refused(folder, options, words):
+def test_targets_without_a_module_and_changes_of_the_base_are_refused(folder, options, words):
     with pytest.raises(InputError, match=words):
         load(folder("vit"), images(), AdaptationSpec("lora", rank=R, **options))
 
@@ -251,7 +251,7 @@ def test_methods_that_multiply_factors_refuse_variants(folder, options):
         need(load(folder("vit"), images(), AdaptationSpec("lora", rank=R, **options)))
 
 
-def test_what_is_new_is_left_out_of_targets(folder):
+def test_new_modules_are_left_out_of_targets(folder):
     # The pooler came with a head that this checkpoint does not have: "dense" means those of the blocks.
     model = load(folder("roberta"), sentences(), AdaptationSpec("lora", rank=R, targets=("dense",)))
     adapted = {n for n in model.names if "lora_A" in n}

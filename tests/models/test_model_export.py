@@ -204,7 +204,7 @@ def test_torch_export_is_a_state_dict_with_labels(folder, tmp_path, family):
     torch.testing.assert_close(logits, expected(model, w, rows), rtol=1e-3, atol=1e-4)
 
 
-def test_what_does_not_go_is_refused(folder, tmp_path):
+def test_unsupported_forms_of_export_are_refused(folder, tmp_path):
     model = load(folder("bert"), sentences(), "head")
     with pytest.raises(InputError, match="use hf or torch"):
         export(model, model.params(), "peft", tmp_path)

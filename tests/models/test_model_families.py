@@ -16,7 +16,7 @@ BLOCKS = {"resnet": 2, "mobilenet_v2": 16}
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_head_alone_gives_the_logits_of_the_whole(folder, family):
+def test_the_head_on_features_gives_the_logits_of_the_complete_model(folder, family):
     table = table_for(family)
     model = load(folder(family), table, "head")
     rows = model.prepare(table, range(5))
@@ -44,7 +44,7 @@ def test_loss_is_the_mean_cross_entropy_and_reaches_every_trainable_tensor(folde
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_blocks_from_the_embedding_to_the_last(folder, family):
+def test_blocks_are_the_states_from_the_embedding_to_the_last_layer(folder, family):
     table = table_for(family, 3)
     model = load(folder(family), table, "head")
     outputs = model.blocks(model.prepare(table, range(3)))
@@ -59,7 +59,7 @@ def test_blocks_from_the_embedding_to_the_last(folder, family):
     ("family", "after"),
     [("vit", 2), ("bert", 2), ("gpt2", 2), ("llama", 2), ("resnet", 1)],  # final norm or pooler, and the head
 )
-def test_a_layer_is_a_block_and_what_comes_before_the_first_is_one_more(folder, family, after):
+def test_layers_are_the_blocks_and_the_modules_before_the_first(folder, family, after):
     model = load(folder(family), table_for(family), "full")
     found, blocks = layers(model, "layer"), [path for path, _ in model.parts.blocks]
     assert list(found) == ["embeddings", *blocks, *list(found)[1 + len(blocks) :]]
@@ -88,7 +88,7 @@ def test_blocks_are_the_hidden_states_of_transformers(folder, family):
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_parts_are_found_by_the_table_and_mostly_without_it(folder, family):
+def test_parts_are_found_by_the_table_and_in_most_families_without_it(folder, family):
     table = table_for(family)
     module = unwrap(load(folder(family), table, "head").module)
     by_table, guessed = find(module, family), find(module, "never heard of")
@@ -99,7 +99,7 @@ def test_parts_are_found_by_the_table_and_mostly_without_it(folder, family):
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2"])
-def test_lora_adapts_what_peft_itself_would(folder, family):
+def test_lora_adapts_the_default_targets_of_peft(folder, family):
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as table_of_peft
 
     model = load(folder(family), table_for(family), "head")
@@ -120,7 +120,7 @@ def test_lora_starts_at_the_foundation_model(folder, family):
 @pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
 @pytest.mark.parametrize("family", [*OTHER_IMAGE, *OTHER_TEXT])
-def test_models_outside_the_table_work_by_what_their_modules_look_like(folder, family, adaptation):
+def test_models_outside_the_table_work_by_a_search_of_their_modules(folder, family, adaptation):
     assert family not in FAMILIES
     table = table_for(family)
     model = load(folder(family), table, adaptation)

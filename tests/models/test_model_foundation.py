@@ -184,11 +184,11 @@ class TestBatchNorm:
 
 
 class TestRefusals:
-    def test_another_kind_of_model(self, tmp_path):
+    def test_another_kind_of_model_is_refused(self, tmp_path):
         with pytest.raises(InputError, match="does not match one of type 'vit'"):
             match(ours(tmp_path / "a"), str(save("resnet", tmp_path / "b")))
 
-    def test_nothing_matches(self, tmp_path):
+    def test_a_foundation_without_common_tensors_is_refused(self, tmp_path):
         model = load(vit(tmp_path / "a"), images(), "head")
         with pytest.raises(InputError, match="no tensor matches"):
             match(model, str(vit(tmp_path / "b")))

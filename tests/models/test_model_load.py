@@ -36,7 +36,7 @@ def test_same_seed_same_bits_other_seed_other_bits(folder):
     assert torch.equal(a.predict(a.prepare(table, range(5))), b.predict(b.prepare(table, range(5))))
 
 
-def test_what_was_drawn_before_does_not_matter_and_loading_draws_nothing(folder):
+def test_loading_does_not_use_or_change_the_global_generator(folder):
     table = images()
     torch.manual_seed(1)
     first = load(folder("roberta"), sentences(), "lora").params().sha256()
@@ -269,7 +269,7 @@ HEADS = {  # class that wrote a checkpoint -> family of its base
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("adaptation", ["head", "lora", "full"])
-def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, adaptation):
+def test_a_notice_states_that_a_trained_head_is_drawn_again(folder, tmp_path, kind, adaptation):
     import transformers
 
     base, table = folder(HEADS[kind]), sentences()
@@ -293,7 +293,7 @@ def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, ad
         ("vit", "head", ""),
     ],
 )
-def test_the_part_of_a_new_head_that_head_leaves_as_it_was_drawn_is_said(folder, family, adaptation, rest):
+def test_parts_of_a_new_head_that_are_not_trained_are_reported(folder, family, adaptation, rest):
     model = load(folder(family), table_for(family), adaptation)
     found = [text for text in model.notices if "stay random; lora" in text]
     assert len(found) == bool(rest)

@@ -91,7 +91,7 @@ def test_blocks_of_a_language_model_hold_every_token_once(folder):
     assert len(model.prepare(table, [])) == 0
 
 
-def test_instructions_are_judged_on_the_answer_alone(folder):
+def test_instructions_are_scored_on_the_answer_alone(folder):
     pairs = [("the quick fox", "jumps over"), ("seven small birds", "sing"), ("a", "b")]
     table = Table("instruction", pairs, None, (), np.full(3, "train"))
     model = load(folder("llama"), table, "lora", max_length=16)
@@ -213,7 +213,7 @@ def saying(model, monkeypatch, said):
     monkeypatch.setattr(model.module, "generate", generate)
 
 
-def test_answers_are_held_against_the_whole_reference(folder, monkeypatch):
+def test_answers_are_compared_with_the_complete_reference(folder, monkeypatch):
     """Half of it is half right, also where training sees no more of it than that."""
     long = (
         "the quick brown fox jumps over a lazy dog while seven small birds sing"  # 14 words, of which 12 are trained on

@@ -37,7 +37,7 @@ def test_a_module_with_a_loss_serves_as_a_model():
     assert model.predict(rows).abs().max() == 0
 
 
-def test_it_learns():
+def test_a_wrapped_module_learns():
     table = vectors(30)
     model = wrap(network(), cross_entropy, classes=CLASSES)
     batch = model.prepare(table, range(30)).batch(range(30))

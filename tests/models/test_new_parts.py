@@ -11,7 +11,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 
-def test_a_thousand_classes_of_a_tiny_base_are_trained_and_said(folder):
+def test_a_thousand_classes_of_a_tiny_base_are_trained_with_a_notice(folder):
     def load(classes, **spec):
         spec = ModelSpec(str(folder("roberta")), adaptation=AdaptationSpec("head"), **spec)
         model = load_model(spec, classes=[str(c) for c in range(classes)], kind="text")
@@ -24,7 +24,7 @@ def test_a_thousand_classes_of_a_tiny_base_are_trained_and_said(folder):
     assert load(1000, weights="random") == []  # as all of it is
 
 
-def test_an_encoder_drawn_anew_is_refused_whatever_part_it_is_taken_for(folder, tmp_path, monkeypatch):
+def test_an_encoder_drawn_at_random_is_refused_as_any_part(folder, tmp_path, monkeypatch):
     """The second of two lines: the first, by structure, is made to let everything pass."""
     monkeypatch.setattr(Difference, "_optional", lambda *_: True)
     shutil.copytree(folder("roberta"), tmp_path, dirs_exist_ok=True)

@@ -52,7 +52,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_a_wide_vocabulary_is_judged_in_pieces():
+def test_a_wide_vocabulary_is_scored_in_pieces():
     options = {"vocab_size": 20_000, "n_embd": 8, "n_layer": 1, "n_head": 1}
     spec = ModelSpec("nano-gpt2", weights="random", options=options, adaptation=AdaptationSpec("lora", rank=2))
     model = load_model(spec, classes=(), kind="passages")

@@ -87,7 +87,7 @@ _SLOW = ("recomputed", "recomputed layers")  # torch loads its compiler for a ch
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.proof if n in _SLOW else ()) for n in SOUND])
-def test_nothing_is_said_where_all_that_is_trained_moves(name):
+def test_parameters_that_all_move_give_no_notice(name):
     assert notices(SOUND[name]()) == []
 
 
@@ -117,7 +117,7 @@ def test_trained_tensors_without_a_gradient_are_named(name):
 
 
 @having(some.lists(some.booleans(), min_size=4, max_size=4).filter(any))
-def test_the_graph_tells_what_autograd_does(used):
+def test_the_graph_predicts_which_gradients_autograd_gives(used):
     parts = [nn.Linear(3, 3) for _ in used]
     x = torch.ones(2, 3)
     for part, on in zip(parts, used, strict=True):

@@ -68,7 +68,7 @@ def test_a_model_whose_logits_depend_on_padding_has_no_features(tmp_path):
         model.features(model.prepare(table, range(6)))
 
 
-def test_that_logits_depend_on_padding_is_said(tmp_path):
+def test_logits_that_depend_on_padding_are_reported(tmp_path):
     table = sentences(6)
     model = load(t5gemma(tmp_path / "a"), table, "lora")
     assert any("padding" in text for text in pooling.of_padding(model))

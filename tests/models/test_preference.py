@@ -134,7 +134,7 @@ def test_the_reference_is_the_base_whatever_the_adapter_is(folder):
     torch.testing.assert_close(model.logits(batch), model.logits(known.batch(range(5))), rtol=1e-4, atol=1e-4)
 
 
-def test_the_reference_stays_the_base_beside_other_adapters_and_shifts(folder):
+def test_the_reference_stays_the_base_with_other_adapters_and_shifts(folder):
     model = model_of(folder)
     rows = model.prepare(table(), range(5))
     expected = model.encode(rows).tensors[REFERENCE]
@@ -217,7 +217,7 @@ def test_the_prompts_hidden_state_and_the_operations(folder):
 
 
 @pytest.mark.parametrize("name", ["full", "top_layers"])
-def test_what_changes_the_base_is_refused(folder, name):
+def test_adaptations_that_change_the_base_are_refused(folder, name):
     with pytest.raises(InputError, match=f'model.adaptation.name: "{name}" changes the base.*use lora'):
         load(folder("llama"), table(), name)
 

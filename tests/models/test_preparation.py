@@ -38,7 +38,7 @@ CHANGES = {  # family, file, change
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_copy_that_reads_rows_otherwise_has_another_fingerprint(folder, tmp_path, name):
+def test_a_copy_that_reads_rows_differently_has_another_fingerprint(folder, tmp_path, name):
     family, file, change = CHANGES[name]
     table = images() if family == "vit" else sentences()
     copy = tmp_path / "copy"
@@ -54,7 +54,7 @@ def test_a_copy_that_reads_rows_otherwise_has_another_fingerprint(folder, tmp_pa
     assert "tokenizer or image processor" in str(fault)
 
 
-def test_what_is_cut_and_how_a_release_names_its_classes_is_no_part_of_it(folder):
+def test_the_fingerprint_ignores_lengths_and_class_names_of_releases(folder):
     tools = load(folder("bert"), sentences(), "lora", max_length=8).tools
     longer = load(folder("bert"), sentences(), "lora", max_length=16).tools
     assert fingerprint(tools) == fingerprint(longer)  # the experiment tells it to all

@@ -19,7 +19,7 @@ PHOTO = ("a photo of a {}.",)
         (["dogs/poodle", "dogs/beagle", "cats/siamese"], "a photo of a dogs/poodle."),
     ],
 )
-def test_identifiers_are_told_with_a_prompt(names, prompt):
+def test_identifiers_are_reported_with_a_prompt(names, prompt):
     (found,) = notices(names, PHOTO)
     assert f'"{prompt}"' in found
 

@@ -234,7 +234,7 @@ def test_a_quantised_folder_loads_as_it_is(folder, tmp_path):
 
 
 @bitsandbytes
-def test_what_would_train_bits_is_refused(folder):
+def test_adaptations_that_train_rounded_weights_are_refused(folder):
     for adaptation in ("full", "top_layers"):
         with pytest.raises(InputError, match=f'adaptation "{adaptation}" trains weights that are rounded'):
             load(folder("llama"), sentences(), adaptation, quantization="nf4")

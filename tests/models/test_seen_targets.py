@@ -48,7 +48,7 @@ def test_a_model_of_transformers_that_attends_in_both_directions_is_refused(prom
             notices(module, whole(prompt))
 
 
-def test_causal_masked_and_paired_ones_are_not():
+def test_causal_masked_and_paired_models_are_accepted():
     causal = t.BertLMHeadModel(t.BertConfig(vocab_size=V, **_BERT, is_decoder=True))
     for module in (causal, t.GPT2LMHeadModel(t.GPT2Config(vocab_size=V, **_GPT2))):
         assert not notices(module, whole())
@@ -77,7 +77,7 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_a_module_of_ones_own_is_said_to(both):
+def test_a_users_module_that_sees_its_targets_is_reported(both):
     torch.manual_seed(0)  # with some weights the words that follow change too little to be noticed
     rows = [(x[:-1], x[1:]) for x in TEXTS]
     found = notices(Words(both), rows, loss=lambda out, y: cross_entropy(out.flatten(0, 1), y.flatten()))

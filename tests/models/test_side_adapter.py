@@ -76,7 +76,7 @@ def test_the_chain_equals_a_loop(positions):
     assert torch.allclose(net(states), first @ net.head.weight.T + net.head.bias, atol=1e-12)
 
 
-def test_it_starts_as_a_linear_probe_of_the_last_block_and_is_the_same_everywhere():
+def test_a_new_side_adapter_is_a_linear_probe_and_equal_at_every_party():
     net, again, other = (SideAdapter(4, 5, 64, 8, 3).draw(seed) for seed in (1, 1, 2))
     for (name, p), q, r in zip(net.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -90,7 +90,7 @@ def test_it_starts_as_a_linear_probe_of_the_last_block_and_is_the_same_everywher
     assert torch.equal(net.last_states(states), states[:, -1])
 
 
-def test_what_is_released():
+def test_released_states_are_means_of_the_stated_tokens():
     patches = torch.arange(16.0)[:, None]  # (T, 1): the number of the patch
     assert release("class", 16, (4, 4))(patches).tolist() == [[7.5]]
     assert release("grid", 16, (4, 4))(patches).flatten().tolist() == [7.5, 2.5, 4.5, 10.5, 12.5]
@@ -118,13 +118,13 @@ def test_states_of_a_frozen_transformer(released, shape):
     assert torch.allclose(model.predict(rows), model.predict(model.encode(rows)), atol=1e-5)
 
 
-def test_tokens_are_not_projected_to_more_numbers_than_they_have():
+def test_a_projection_wider_than_a_token_is_refused():
     assert side(released="tokens", projection=128).net.shape == (8, 16, 128)
     with pytest.raises(InputError, match="projection = 129: 'nano-vit' has 128 values per token"):
         side(released="tokens", projection=129)
 
 
-def test_a_row_beyond_a_twins_ranges_in_one_block_is_zeros_in_all():
+def test_a_row_outside_a_students_ranges_becomes_zeros_in_all_blocks():
     states = torch.tensor(
         [[[[1.0, -2.0]], [[3.0, 0.0]]], [[[2.5, 0.0]], [[1.0, 1.0]]], [[[math.nan, 0.0]], [[1.0, 1.0]]]]
     )
@@ -137,7 +137,7 @@ def test_a_row_beyond_a_twins_ranges_in_one_block_is_zeros_in_all():
     assert not model.within_ranges(states, unit=0.5).any()
 
 
-def test_a_party_without_the_transformer():
+def test_a_client_without_the_transformer_trains_the_side_adapter():
     owner = side(rank=4, released="grid")
     rows = owner.encode(Rows({"pixel_values": torch.randn(3, 3, 32, 32)}))
     party = of_states(*owner.net.shape, 4, owner.classes)
@@ -155,7 +155,7 @@ def tables(folder, **adaptation):
     return found
 
 
-def test_as_the_adaptation_of_any_vision_transformer(tmp_path):
+def test_a_side_adapter_adapts_any_vision_transformer(tmp_path):
     result = fedfm.run(tables(tmp_path, released="grid"), tmp_path / "run")
     assert result["accuracy"] > 0.8  # a quarter is guessing
     export(tmp_path / "run", "torch", tmp_path / "out")

@@ -39,7 +39,7 @@ def adapted(folder, **settings):
     return model
 
 
-def test_an_answer_does_not_depend_on_the_prompts_beside_it(rwkv):
+def test_an_answer_does_not_depend_on_other_prompts_of_the_batch(rwkv):
     model = adapted(rwkv)
     together = answers(model, model.prepare(TABLE, range(len(TABLE))))
     assert together == [answers(model, model.prepare(TABLE, [i]))[0] for i in range(len(TABLE))]
@@ -47,13 +47,13 @@ def test_an_answer_does_not_depend_on_the_prompts_beside_it(rwkv):
 
 
 @pytest.mark.parametrize(("config", "reads"), [("MixtralConfig", False), ("MambaConfig", False), ("RwkvConfig", True)])
-def test_who_reads_padding_is_seen(tmp_path, rwkv, config, reads):
+def test_models_that_read_padding_are_recognised(tmp_path, rwkv, config, reads):
     folder = rwkv if config == "RwkvConfig" else saved(tmp_path, config, *ONE_WAY[config])
     model = load(folder, TABLE, "full", template="{instruction} ")
     assert reads_padding(model, torch.arange(5, 12), pad=0) == reads
 
 
-def test_weights_that_a_model_divides_for_its_evaluation_stay_as_they_are(rwkv, tmp_path):
+def test_weights_that_a_model_scales_in_evaluation_are_restored(rwkv, tmp_path):
     model = adapted(rwkv)
     rows = Rows(tokens=Tokens.of([torch.arange(5, 15)]))
     with torch.no_grad():

@@ -67,7 +67,7 @@ def companions(tensors):
 @pytest.mark.parametrize("family", FAMILIES)
 class TestAFolderOfBits:
     @pytest.mark.each_value
-    def test_what_lacks_or_has_another_length_or_is_no_number_is_named(self, stored, family, bits, tmp_path):
+    def test_missing_misshapen_and_non_finite_tensors_are_named(self, stored, family, bits, tmp_path):
         sound = stored(family, bits)
         files = tensors_of(sound)
         assert len(files) > 1
@@ -99,7 +99,7 @@ class TestAFolderOfBits:
         load(tmp_path, sentences(), "lora")
 
     @pytest.mark.each_value
-    def test_a_whole_map_or_the_names_of_all_may_not_lack(self, stored, family, bits, tmp_path):
+    def test_a_map_or_the_index_of_names_may_not_be_missing(self, stored, family, bits, tmp_path):
         files = tensors_of(stored(family, bits))
         shutil.copytree(stored(family, bits), tmp_path, dirs_exist_ok=True)
         all_ = {name for tensors in files.values() for name in tensors}

@@ -125,7 +125,7 @@ def test_bits_without_their_scales_are_refused(stored, tmp_path):
         load(folder, prose(), "lora")
 
 
-def test_it_is_not_rounded_again(stored):
+def test_weights_are_not_rounded_again(stored):
     with pytest.raises(InputError, match=r'model\.quantization = "nf4": the weights of .* are already quantised'):
         load(stored[0], prose(), "lora", quantization="nf4")
 

@@ -165,7 +165,7 @@ def test_only_the_assistants_turns_count(folder, tmp_path, template):
     assert tokens[:start].tolist() == asked  # what the evaluation answers
 
 
-def test_the_loss_of_a_conversation_is_a_mean_over_what_the_assistant_said(folder, tmp_path):
+def test_the_loss_of_a_conversation_is_a_mean_over_the_assistants_tokens(folder, tmp_path):
     table = talks((TALK, "birds sing"), ("a fox", "sing"), (TALK[1:2], "a"))
     model = load(with_chat(folder, tmp_path, CHAT + ASSISTANT), table, "lora", max_length=60)
     rows, tokenizer = model.prepare(table, range(3)), model.tools.tokenizer
@@ -218,7 +218,7 @@ def test_earlier_answers_are_trained_in_the_form_of_the_last(folder, tmp_path):
     assert counted(model, model.prepare(table, [0])) == ["jumps over [SEP] lazy birds sing [SEP]"]
 
 
-def test_what_a_template_refuses_is_told_in_its_words(folder, tmp_path):
+def test_a_templates_own_refusal_is_quoted(folder, tmp_path):
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT
     table = talks((TALK, "birds sing"))
     model = load(with_chat(folder, tmp_path, strict + ASSISTANT), table, "lora")
@@ -314,7 +314,7 @@ def test_variables_of_the_template_hold_in_training_in_answers_and_in_an_export(
 @pytest.mark.parametrize(
     "value", [True, None, 3, 0.5, "a\"b'\\n{{ x }} \u00e9\U0001f600", ["a", {"b": False}]], ids=repr
 )
-def test_a_variable_has_the_value_that_was_given(value):
+def test_a_template_variable_has_the_users_value(value):
     from jinja2 import Environment
 
     made = Environment(autoescape=False).from_string(with_settings("{{ f(x) }}", {"x": value}))

@@ -77,7 +77,7 @@ def model_of(template, path):
     "schemas", [[WEATHER], json.dumps([WEATHER]), [json.dumps(WEATHER)]], ids=["list", "text", "texts"]
 )
 @pytest.mark.parametrize("content", ["", None])
-def test_calls_and_tools_are_read_with_all_that_a_template_may_write(tmp_path, schemas, content):
+def test_calls_and_tools_are_read_with_all_fields_of_templates(tmp_path, schemas, content):
     table = read(tmp_path / "a.jsonl", [{"messages": talk(content=content), "tools": schemas}])
     (said, output), notices = table.inputs[0], table.notices
     assert (output, notices) == ("It rains in Bern.", ())
@@ -92,7 +92,7 @@ def test_calls_and_tools_are_read_with_all_that_a_template_may_write(tmp_path, s
     assert fingerprint(table) != fingerprint(other)
 
 
-def test_parquet_gives_no_object_the_fields_of_others(tmp_path):
+def test_objects_read_from_parquet_have_only_their_own_fields(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -135,7 +135,7 @@ CALLS = {
 
 @pytest.mark.parametrize("arguments", [{"town": "Bern"}, '{"town": "Bern"}'], ids=["object", "text"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_loss_counts_calls_and_answers_and_never_what_tools_say(name, arguments):
+def test_the_loss_counts_calls_and_answers_but_not_results_of_tools(name, arguments):
     """Arguments are written as the template takes them, whatever form the row has."""
     template, call = CALLS[name]
     tokenizer, tools = tokenizer_of(template), () if name == "deepseek" else (WEATHER,)
@@ -177,14 +177,14 @@ def test_a_template_that_leaves_out_tools_is_refused(template, rows, says):
         assert "\n" not in str(error.value)
 
 
-def test_what_a_template_refuses_of_calls_is_told_in_its_words():
+def test_a_templates_own_refusal_of_calls_is_quoted():
     messages = talk()
     messages[2]["tool_calls"] *= 2
     with pytest.raises(InputError, match=r"refuses a conversation of system, user, assistant.*: one call at once"):
         chat_templates.encode_row(*row_of(messages), None, tokenizer_of(LLAMA))
 
 
-def test_a_text_as_a_template_takes_no_tools(folder):
+def test_a_plain_text_template_refuses_tools(folder):
     model = load(folder("llama"), read_table(row_of([*talk()[:2], talk()[-1]])), "lora")
     with pytest.raises(InputError, match="leaves out the tool"):
         model.prepare(read_table(row_of([*talk()[:2], talk()[-1]])), [0])
@@ -212,7 +212,7 @@ def read_table(*rows):
         ({"weight": 1}, 'has "weight", which is not read'),
     ],
 )
-def test_what_is_no_call_is_refused_with_its_place(tmp_path, change, says):
+def test_an_invalid_call_is_refused_with_its_place(tmp_path, change, says):
     messages = talk()
     messages[2] |= change
     with pytest.raises(InputError, match=says):
@@ -220,7 +220,7 @@ def test_what_is_no_call_is_refused_with_its_place(tmp_path, change, says):
 
 
 @pytest.mark.parametrize("cell", ["hammer", ["hammer"], [{"type": "function"}], {"name": "weather"}])
-def test_what_is_no_list_of_tools_is_refused_and_another_name_helps(tmp_path, cell):
+def test_an_invalid_list_of_tools_is_refused_unless_another_column_is_named(tmp_path, cell):
     row = {"messages": [*talk()[:2], talk()[-1]], "tools": cell}
     with pytest.raises(InputError, match=r'line 1: column "tools" holds .*: a list of tools is expected.*data\.tools'):
         read(tmp_path / "a.jsonl", [row])
@@ -228,7 +228,7 @@ def test_what_is_no_list_of_tools_is_refused_and_another_name_helps(tmp_path, ce
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama"])
-def test_a_model_is_asked_with_tools_and_its_call_is_written_as_it_says_it(tmp_path, monkeypatch, name):
+def test_a_prompt_contains_the_tools_and_a_generated_call_is_kept_as_text(tmp_path, monkeypatch, name):
     template, call = CALLS[name]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": talk()[:3], "tools": [WEATHER]}) + "\n")
@@ -252,7 +252,7 @@ def test_a_model_is_asked_with_tools_and_its_call_is_written_as_it_says_it(tmp_p
     assert evaluate(model, rows)["exact_match"] == 1
 
 
-def test_what_stands_before_every_answer_is_none_of_it_also_where_it_is_special():
+def test_the_prefix_of_an_answer_is_not_counted_even_with_special_tokens():
     """As in gpt-oss, whose calls have other special tokens."""
     template = CHATML.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>{% if m.role == 'assistant' %}<|final|>{% endif %}")
     tokenizer = tokenizer_of(template + "{% if tools %}{{ tools }}{% endif %}<|assistant|>")
@@ -273,7 +273,7 @@ def test_an_export_writes_tools_and_calls_as_they_were_trained(tmp_path):
     assert ids == model.prepare(table, [0]).tokens[0].tolist()
 
 
-def test_a_template_of_its_own_for_tools_is_taken_where_there_are_tools():
+def test_a_separate_template_for_tools_is_used_for_rows_with_tools():
     """As Command R and Hermes have them."""
     tokenizer = tokenizer_of(CHATML + LLAMA)
     tokenizer.chat_template = {"default": CHATML + "\n", "tool_use": LLAMA + "\n"}

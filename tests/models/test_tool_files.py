@@ -68,7 +68,7 @@ def cased(folder, kind, **settings):
         ("PreTrainedTokenizerFast", {}, False),
     ],
 )
-def test_a_class_that_splits_texts_otherwise_than_the_file_is_told(tmp_path, kind, settings, differs):
+def test_a_class_that_splits_texts_otherwise_than_the_file_is_reported(tmp_path, kind, settings, differs):
     _, _, notices = tokenizer_files.read(cased(tmp_path / "t", kind, **settings), "m")
     assert bool(notices) == differs
     assert "reads 'The fox' as ['the', 'fox'], and its tokenizer.json says ['The', 'fox']" in "".join(notices) or not (
@@ -85,7 +85,7 @@ def test_a_class_that_splits_texts_otherwise_than_the_file_is_told(tmp_path, kin
         ("bos_token", dict.fromkeys(sorted(PUBLISHED), "the"), ""),
     ],
 )
-def test_a_misspelt_key_of_a_tokenizer_is_told(copy, drop, keys, word):
+def test_a_misspelt_key_of_a_tokenizer_is_reported(copy, drop, keys, word):
     from transformers import AutoTokenizer
 
     folder = copy("bert")
@@ -94,7 +94,7 @@ def test_a_misspelt_key_of_a_tokenizer_is_told(copy, drop, keys, word):
     assert word in found if word else not found
 
 
-def test_two_files_that_name_other_special_tokens_are_told(copy):
+def test_two_files_that_name_other_special_tokens_are_reported(copy):
     folder = copy("bert")
     change(folder / "special_tokens_map.json", pad_token={"content": "[PAD]"}, unk_token="[UNK]")
     assert "differ" not in told(folder, sentences())
@@ -103,7 +103,7 @@ def test_two_files_that_name_other_special_tokens_are_told(copy):
 
 
 @pytest.mark.parametrize(("rows", "told_"), [(30, False), (94, False), (99, True), (4000, True)])
-def test_a_tokenizer_of_another_model_is_told_by_its_size(rows, told_):
+def test_a_tokenizer_of_another_model_is_reported_by_its_size(rows, told_):
     assert bool(tokenizer_files.of_another_model(range(30), rows, "m")) == told_
     assert not tokenizer_files.of_another_model(range(50295), 51200, "phi-2")
     assert tokenizer_files.of_another_model(range(30522), 50265, "bert's in a roberta")
@@ -119,7 +119,7 @@ def test_a_classifier_pads_with_the_token_by_which_it_finds_the_end(copy, stated
     assert load(folder, prose(), "lora").tools.tokenizer.pad_token == "[SEP]"  # its end token
 
 
-def test_another_padding_in_the_configuration_is_told_as_the_cause(copy):
+def test_another_padding_in_the_configuration_is_reported_as_the_cause(copy):
     folder = copy("llama")
     change(folder / "config.json", pad_token_id=7)
     model = load(folder, sentences(), "lora")
@@ -178,7 +178,7 @@ def test_an_exported_language_model_pads_prompts_as_its_tokenizer_did(copy, tmp_
         ({"chat_template.json": "{}"}, "{{ bos_token }}", ""),
     ],
 )
-def test_chat_templates_that_do_not_count_are_told(copy, files, config, word):
+def test_chat_templates_that_do_not_count_are_reported(copy, files, config, word):
     from transformers import AutoTokenizer
 
     folder = copy("llama")
@@ -204,7 +204,7 @@ def test_chat_templates_that_do_not_count_are_told(copy, files, config, word):
         ({"rescale_factor": 1 / 256}, ""),
     ],
 )
-def test_what_an_image_processor_hardly_means_is_told(copy, keys, word):
+def test_doubtful_values_of_an_image_processor_are_reported(copy, keys, word):
     folder = copy("vit")
     change(folder / "preprocessor_config.json", **keys)
     found = told(folder, images())
@@ -250,7 +250,7 @@ def test_processors_of_all_families_have_a_usual_scale():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
-def test_weights_of_whole_numbers_without_their_rounding_are_refused(copy, dtype):
+def test_integer_weights_without_their_scales_are_refused(copy, dtype):
     folder = copy("bert")
     weights, name = load_file(folder / "model.safetensors"), "encoder.layer.0.output.dense.weight"
     save_file(weights | {name: (100 * weights[name]).to(dtype)}, folder / "model.safetensors", {"format": "pt"})
@@ -258,7 +258,7 @@ def test_weights_of_whole_numbers_without_their_rounding_are_refused(copy, dtype
         load(folder, sentences(), "lora")
 
 
-def test_a_weight_of_one_number_is_told(copy):
+def test_a_weight_of_one_number_is_reported(copy):
     folder = copy("bert")
     weights, name = load_file(folder / "model.safetensors"), "encoder.layer.0.output.dense.weight"
     save_file(weights | {name: torch.full_like(weights[name], 0.5)}, folder / "model.safetensors", {"format": "pt"})
@@ -266,7 +266,7 @@ def test_a_weight_of_one_number_is_told(copy):
     assert "nothing but 0.5, in each place" in told(folder, sentences())
 
 
-def test_an_output_map_of_its_own_counts_and_is_told(copy, tmp_path):
+def test_an_output_map_of_its_own_counts_and_is_reported(copy, tmp_path):
     folder = copy("gpt2")  # tied by default
     weights = load_file(folder / "model.safetensors")
     assert "output map" not in told(folder, prose())
@@ -279,7 +279,7 @@ def test_an_output_map_of_its_own_counts_and_is_told(copy, tmp_path):
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_an_adapter_in_a_folder_inside_is_told(copy):
+def test_an_adapter_in_a_folder_inside_is_reported(copy):
     folder = copy("bert")
     (folder / "mine").mkdir()
     (folder / "mine" / "adapter_config.json").write_text("{}")
@@ -324,7 +324,7 @@ def clip(tmp_path):
     return tiny_clip.save("clip", tmp_path / "clip")
 
 
-def test_classes_that_a_tokenizer_reads_as_one_are_told(clip):
+def test_classes_that_a_tokenizer_reads_as_one_are_reported(clip):
     found = told(clip, images(), task="zero_shot")
     assert '3 of 3 names of classes as the same tokens, such as "north" and "south"' in found
 

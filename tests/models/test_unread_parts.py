@@ -200,7 +200,7 @@ def test_tags_are_no_words_that_a_model_reads(folder):
         ("hidden_act", "hiddenAct", "'gelu'"),
     ],
 )
-def test_a_misspelt_key_of_a_model_is_told_with_what_counts_instead(copy, key, wrong, value):
+def test_a_misspelt_key_of_a_model_is_reported_with_what_counts_instead(copy, key, wrong, value):
     config = json.loads((copy / "config.json").read_text())
     config[wrong] = config.pop(key, 4)
     read = CONFIG_MAPPING["bert"](**{k: v for k, v in config.items() if k not in ("model_type", "hidden_size")})
@@ -214,7 +214,7 @@ def write(folder, config):
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
-def test_a_misspelt_key_is_told_before_a_run(copy, weights):
+def test_a_misspelt_key_is_reported_before_a_run(copy, weights):
     config = json.loads((copy / "config.json").read_text())
     config.pop("layer_norm_eps", None)
     write(copy, config | {"layer_norm_ep": 1e-5})
@@ -250,14 +250,14 @@ def test_keys_of_other_releases_say_nothing(kind, tmp_path):
         assert unknown_keys.of_configuration(tmp_path, config) == []
 
 
-def test_a_misspelt_key_of_an_encoder_inside_is_told(tmp_path):
+def test_a_misspelt_key_of_an_encoder_inside_is_reported(tmp_path):
     write(tmp_path, {"model_type": "clip", "vision_config": {"hidden_sise": 16}})
     found = unknown_keys.of_configuration(tmp_path, CONFIG_MAPPING["clip"]())
     assert len(found) == 1
     assert '"vision_config.hidden_size" is absent and counts as 768' in found[0]
 
 
-def test_a_misspelt_key_of_an_image_processor_is_told(tmp_path):
+def test_a_misspelt_key_of_an_image_processor_is_reported(tmp_path):
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     ViTImageProcessorPil().save_pretrained(tmp_path)

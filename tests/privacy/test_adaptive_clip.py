@@ -76,7 +76,7 @@ def test_updates_and_count_cost_what_z_states(z, clients):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), st.floats(1e-4, 1e4), st.floats(0.2, 30))
-def test_no_client_changes_the_sum_by_more_than_the_account_says(values, clip, z):
+def test_no_client_changes_the_sum_by_more_than_the_accountant_assumes(values, clip, z):
     m, delta = mechanism(z), Params({"w": torch.tensor(values)})
     sent = m.bound(client(clip), Update(delta, 9.0, {"loss": 1.0}))
     x = flat_of(sent.delta)
@@ -184,7 +184,7 @@ def test_a_killed_run_goes_on_with_its_clip(tmp_path, known_secrets, monkeypatch
 
 
 @pytest.mark.proof
-def test_it_works_with_secret_coins(tmp_path):
+def test_an_adaptive_clip_works_with_secret_coins(tmp_path):
     e = small(tmp_path, method={"fraction": 0.4}, privacy=CLIENT)
     assert fedfm.run(e, tmp_path / "run")["epsilon"] == pytest.approx(epsilon_of([Releases(0.5, 4, 0.4)], DELTA))
     assert len(clips(tmp_path / "run")) == 4

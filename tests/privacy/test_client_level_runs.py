@@ -197,7 +197,7 @@ def test_contradictions_are_refused(change, said, tmp_path):
         ({"run": {"local_scores": True}}, "local_scores"),
     ],
 )
-def test_what_no_noise_covers_is_refused(more, said, tmp_path):
+def test_settings_that_no_noise_covers_are_refused(more, said, tmp_path):
     with pytest.raises(InputError, match=said):
         Experiment.from_dict(tables(tmp_path) | more)
 

@@ -161,7 +161,7 @@ def exact_delta(epsilon, z, q):
 
 
 @pytest.mark.parametrize(("z", "q"), [(1.0, 0.3), (0.7, 0.1), (2.0, 0.6)])
-def test_one_round_spends_what_the_two_densities_say(z, q):
+def test_one_round_spends_the_delta_of_the_two_densities(z, q):
     epsilon = mechanism(q, z).epsilon_after(1)
     assert exact_delta(epsilon * 1.001, z, q) <= DELTA
     assert exact_delta(epsilon * 0.99, z, q) > DELTA
@@ -213,7 +213,7 @@ class Named:
 
 
 @pytest.mark.proof
-def test_an_attacker_learns_no_more_than_the_coins_allow_and_more_without_them():
+def test_an_attacker_stays_within_the_bound_only_with_secret_coins():
     half = mechanism(0.5, z=0.5)
     assert 1.0 < least_epsilon(half) <= half.epsilon_after(1)  # it does find what there is
     tight = mechanism(0.01, z=1.0)

@@ -94,13 +94,13 @@ def test_sampled_and_unsampled_releases_add_up():
     assert max(parts) < both < sum(parts)
 
 
-def test_nothing_spent_and_no_noise():
+def test_no_release_spends_nothing_and_no_noise_gives_infinity():
     assert epsilon_of([], 1e-5) == epsilon_of([Releases(1.0, 0)], 1e-5) == 0
     assert np.isinf(epsilon_of([Releases(1.0, 3), Releases(0.0)], 1e-5))
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0, 1e-5), (-1, 1e-5), (1, 0), (1, 1), (1e-9, 1e-300)])
-def test_what_cannot_be_reached_is_refused(epsilon, delta):
+def test_unreachable_targets_are_refused(epsilon, delta):
     with pytest.raises(InputError):
         noise_multiplier_for(epsilon, delta, 100)
 

@@ -283,7 +283,7 @@ def test_a_budget_ends_the_run_early(tmp_path):
         ({"name": "average", "fraction": None, "rounds": None, "local": None}, "independent noise is best"),
     ],
 )
-def test_what_correlation_cannot_help_is_refused(method, said, tmp_path):
+def test_settings_that_correlated_noise_does_not_support_are_refused(method, said, tmp_path):
     e = tables(tmp_path, **method)
     e["method"] = {key: value for key, value in e["method"].items() if value is not None}
     with pytest.raises(InputError, match=said):

@@ -62,7 +62,7 @@ def test_shares_worked_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("case", [(shamir.PRIME, 1, 1), (-1, 1, 1), (1, 3, 2), (1, 0, 2)])
-def test_what_cannot_be_shared_is_refused(case):
+def test_invalid_secrets_and_thresholds_are_refused(case):
     with pytest.raises(ValueError, match="threshold"):
         shamir.split(*case)
 
@@ -183,7 +183,7 @@ def test_no_sum_overflows_and_no_smaller_step_would_do(bits, bound, terms):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1.0000001, -2.0])
-def test_what_is_above_the_bound_is_refused(value):
+def test_values_above_the_bound_are_refused(value):
     with pytest.raises(ValueError, match=r"above 1"):
         FixedPoint(32, 1.0, 3).encode(np.array([0.5, value, 0.0]))
 

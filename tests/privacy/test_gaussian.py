@@ -127,6 +127,6 @@ def test_delta_falls_in_epsilon_and_sigma():
         lambda: paper_sigma(1.0, 2.0, 10),
     ],
 )
-def test_what_no_noise_can_promise_is_refused(call):
+def test_impossible_guarantees_are_refused(call):
     with pytest.raises(InputError, match=r"must be|needs"):
         call()

@@ -41,7 +41,7 @@ def test_no_guarantee_stays_none():
 
 
 @pytest.mark.parametrize("other", [Plan("replace").ledger_line(10), Plan(delta=1e-6).ledger_line()])
-def test_what_does_not_add_up_is_refused(other):
+def test_entries_that_cannot_be_added_are_refused(other):
     with pytest.raises(InputError, match="do not add up"):
         together([Plan().ledger_line(), other])
     with pytest.raises(InputError, match="at least one"):

@@ -54,7 +54,7 @@ def test_every_row_gets_norm_one():
 
 
 @pytest.mark.parametrize("x", [np.zeros(3), np.zeros((2, 0)), np.array([[math.nan, 1]]), np.array([[math.inf, 1]])])
-def test_what_has_no_norm_is_refused(x):
+def test_rows_without_a_norm_are_refused(x):
     with pytest.raises(InputError, match="features"):
         unit_rows(x)
 

@@ -19,7 +19,7 @@ CLIENT = {"unit": "client", "clip_norm": 1.0, "target_epsilon": 8.0}
 
 
 @given(st.floats(1e-9, 0.99), st.integers(1, 10**8))
-def test_delta_says_nothing_from_one_over_the_number_on(delta, count):
+def test_a_delta_of_at_least_1_over_n_is_meaningless(delta, count):
     said = plausibility.of_delta(delta, count, "rows")
     assert (said is None) == (delta * count < 1)
     if said is not None:
@@ -56,7 +56,7 @@ def fedfm_check(tables, folder, capsys):
         ({"name": "fedavg", "rounds": 1}, CLIENT),
     ],
 )
-def test_a_large_delta_is_said_before_the_run(method, privacy, tmp_path, capsys):
+def test_a_large_delta_is_reported_before_the_run(method, privacy, tmp_path, capsys):
     tables = experiment(tmp_path, method=method, privacy=privacy | {"delta": 0.25})
     tables["method"] = method
     checked, shown, public = said_by(tables, tmp_path, capsys)
@@ -67,7 +67,7 @@ def test_a_large_delta_is_said_before_the_run(method, privacy, tmp_path, capsys)
     assert "privacy.delta = " not in fedfm_check({**tables, "privacy": privacy | {"delta": 1e-6}}, tmp_path, capsys)
 
 
-def test_an_epsilon_of_hundreds_is_said_before_the_run(tmp_path, capsys):
+def test_an_epsilon_of_hundreds_is_reported_before_the_run(tmp_path, capsys):
     privacy = {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 0.02, "delta": 1e-5}
     tables = experiment(tmp_path, method={"rounds": 1}, privacy=privacy)
     assert all("guarantees almost nothing" in text for text in said_by(tables, tmp_path, capsys))

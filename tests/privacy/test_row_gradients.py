@@ -239,7 +239,7 @@ def test_of_convolutions_in_groups_that_are_changed_in_place():
 
 
 @pytest.mark.parametrize("module", [Mixed, Past, lambda: Scale(0.5)], ids=["mixed", "past", "random"])
-def test_what_a_batch_does_not_show_is_trained_a_row_at_a_time(module):
+def test_modules_without_gradients_per_row_are_trained_row_by_row(module):
     model, rows = moved(made(Mine(module()))), words(6)
     assert not row_gradients.agrees(model, rows, np.arange(2), model.live())
     index = np.arange(6)

@@ -119,6 +119,6 @@ def test_an_empty_client_adds_nothing():
         ),
     ],
 )
-def test_what_is_no_sum_is_refused(call, error, said):
+def test_unsuitable_plans_are_refused(call, error, said):
     with pytest.raises(error, match=said):
         call()

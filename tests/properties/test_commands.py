@@ -17,7 +17,7 @@ def runs(tmp_path_factory):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
 @given(st.integers(0, 1 << 32))
-def test_it_ends_with_a_line_and_an_exit_code(runs, tmp_path, seed):
+def test_a_command_ends_with_a_line_and_an_exit_code(runs, tmp_path, seed):
     commands.within(runs, tmp_path, seed)
 
 

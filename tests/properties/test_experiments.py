@@ -12,7 +12,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 @settings(max_examples=8, deadline=None, suppress_health_check=SLOW)
 @given(st.integers(0, 1 << 32))
-def test_it_runs_or_is_refused(tmp_path, seed):
+def test_a_drawn_experiment_runs_or_is_refused(tmp_path, seed):
     experiments.within(tmp_path, seed)
 
 

@@ -406,7 +406,7 @@ def _wrong_kinds(m, metrics, messages, n):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("fill", [_long_names, _many_clients, _many_lines, _many_figures, _wrong_kinds])
-def test_what_is_written_of_a_run_costs_in_proportion(base, tmp_path, fill):
+def test_the_cost_of_writing_a_runs_files_is_linear(base, tmp_path, fill):
     folder = tmp_path / "run"
 
     def act(n):

@@ -80,7 +80,7 @@ def test_int8_by_hand() -> None:
     assert not back[:, 4:].any()
 
 
-def test_what_both_sides_have_crosses_without_error() -> None:
+def test_values_that_both_sides_know_are_transported_exactly() -> None:
     w = Params({"m": torch.randn(30, 20)})
     for name in CODES:
         assert torch.equal(decode(*code(w, name, w)[:2], w)["m"], w["m"])
@@ -94,7 +94,7 @@ def test_the_bytes() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", sorted(CODES))
-def test_what_is_not_finite_stays_so(bad: float, name: str) -> None:
+def test_values_that_are_not_finite_stay_so(bad: float, name: str) -> None:
     m = torch.ones(4, 4)
     m[2, 2] = bad
     assert not decode(code(Params({"m": m}), name).values, "0").is_finite()

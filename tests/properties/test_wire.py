@@ -200,7 +200,7 @@ def test_too_many_entries_are_refused_before_they_are_built(monkeypatch, name):
         f'{{"p":[{",".join(json.dumps([str(i), "int8", []]) for i in range(17_000))}]}}',
     ],
 )
-def test_what_is_built_one_by_one_is_limited_for_others_and_not_for_our_own_files(head):
+def test_objects_built_one_by_one_are_limited_except_in_our_own_files(head):
     with pytest.raises(ClientFault, match="E_SIZE"):
         payload.decode(head, bytes(24_000))
     assert reading.reader(head, True)
@@ -212,7 +212,7 @@ def test_a_fraction_is_refused_where_it_stands():
 
 
 @pytest.mark.proof
-def test_what_fits_the_limits_is_understood_in_time():
+def test_messages_within_the_limits_are_decoded_in_time():
     """The largest heads that pass: numbers, texts, tensors. 50 ms on a machine that does nothing else."""
     w = Params({f"{'block.' * 8}{i}": torch.zeros(1, 1) for i in range(limits.MAX_TENSORS)})
     classes = [f"class {i}, of many" for i in range(21_841)]
@@ -254,7 +254,7 @@ def test_a_strangers_layouts_are_not_remembered():
         ({"w": torch.ones(4, 3).to(torch.int8), "b": torch.zeros(3)}, "E_DTYPE"),
     ],
 )
-def test_what_differs_is_named(delta, code):
+def test_differences_of_payloads_are_named(delta, code):
     with pytest.raises(ClientFault) as caught:
         match(Params(delta), GOOD.delta.layout)
     assert caught.value.code == code
@@ -315,7 +315,7 @@ def test_annotations_are_enforced():
             payload.decode(head, b"".join(pieces), Many)
 
 
-def test_what_cannot_travel_is_said():
+def test_values_that_cannot_be_sent_are_reported():
     with pytest.raises(TypeError, match="cannot be sent"):
         payload.encode(object())
     with pytest.raises(TypeError, match="text keys"):

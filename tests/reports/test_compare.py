@@ -98,7 +98,7 @@ def test_labels_tell_runs_apart(tmp_path):
     assert compare.labels([read.read(p) for p in paths]) == ["a", "b", "c"]
 
 
-def test_what_is_not_like_for_like_is_said(tmp_path):
+def test_differences_of_the_compared_runs_are_reported(tmp_path):
     first = runs.make(tmp_path / "a")
     other = runs.make(
         tmp_path / "b", name="other", n_rounds=3, fingerprints={"data": "0", "model": "e" * 64}, finished=None

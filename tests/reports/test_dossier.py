@@ -195,7 +195,7 @@ def test_every_finding_of_every_audit_has_its_kind():
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
-def test_it_prints_on_two_pages(audited, tmp_path):
+def test_the_dossier_prints_on_two_pages(audited, tmp_path):
     out = tmp_path / "dossier.pdf"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer", f"--print-to-pdf={out}"]
     made = html.write(audited).with_name("dossier.html").as_uri()

@@ -39,7 +39,7 @@ def text(path):
     return re.sub(r"<[^>]+>", " ", section)
 
 
-def test_bytes_bound_and_components_are_told(runs):
+def test_a_fedpft_report_states_bytes_bound_and_components(runs):
     said = text(runs / "plain")
     result = fedfm.load_run(runs / "plain").manifest["result"]
     for part in (

@@ -63,7 +63,7 @@ def test_the_page_compares_by_the_same_figure(pair, tmp_path):
 
 
 @pytest.mark.proof
-def test_the_page_says_which_runs_have_no_place_by_what_was_sent(pair, tmp_path):
+def test_the_page_names_the_runs_that_the_chart_of_bytes_omits(pair, tmp_path):
     for name in ("centralised", "fedprox"):
         fedfm.run(tables(name=name), tmp_path / name)
     runs = [*pair, tmp_path / "centralised", tmp_path / "fedprox"]
@@ -74,14 +74,14 @@ def test_the_page_says_which_runs_have_no_place_by_what_was_sent(pair, tmp_path)
     assert "Not shown" not in said
 
 
-def test_runs_that_mean_the_same_keep_their_headline(pair):
+def test_a_single_run_is_shown_by_its_own_accuracy(pair):
     assert basis([read.read(pair[0])]) == (ACCURACY, "on all test rows", False)
     assert basis([read.read(pair[1])]).key == ACCURACY
     assert "accuracy" in compare.table([pair[0]]).splitlines()[0].split()
     assert basis([read.read(p) for p in pair]).key == GLOBAL_ACCURACY
 
 
-def test_without_the_same_rows_for_all_the_clients_mean_counts(tmp_path):
+def test_runs_without_common_test_rows_are_compared_by_the_clients_mean(tmp_path):
     first, second = make(tmp_path / "a"), make(tmp_path / "b")
     for path, accuracy in ((first, "global_accuracy"), (second, "local_accuracy")):
         manifest = json.loads((path / "manifest.json").read_text())
@@ -115,7 +115,7 @@ def test_rounds_without_an_evaluation_do_not_break_a_line(pair, tmp_path):
 
 
 @pytest.mark.proof
-def test_lines_are_of_the_same_rows_where_a_run_is_evaluated_at_its_end_only(pair, tmp_path):
+def test_a_run_evaluated_only_at_its_end_is_drawn_by_the_common_test_rows(pair, tmp_path):
     """As `fedfm demo` does with each client alone: its own rows are not a measure beside all test rows."""
     alone = tables(name="local") | {"run": {"workers": 1, "evaluate_every": 0}}
     fedfm.run(alone, tmp_path / "alone")

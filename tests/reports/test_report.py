@@ -96,7 +96,7 @@ def test_the_head_says_the_result_in_one_line(tmp_path):
     assert "Epsilon – nothing is claimed" in text
 
 
-def test_what_the_sections_say(tmp_path):
+def test_the_sections_state_the_figures_of_the_files(tmp_path):
     run = runs.make(tmp_path / "run")
     (run / "private").mkdir()
     text = words(document(run))
@@ -135,7 +135,7 @@ def test_the_same_files_give_the_same_bytes(tmp_path):
     "place", ["client", "class", "name", "handler", "method", "reason", "notice", "share", "detail"]
 )
 @pytest.mark.parametrize("evil", EVIL)
-def test_nothing_of_a_run_acts(tmp_path, place, evil):
+def test_no_text_of_a_run_is_executed(tmp_path, place, evil):
     names = [evil if place == "client" else "c0", "c1"]
     run = runs.make(tmp_path / "run", n_rounds=2, n_classes=3, names=names)
     manifest = json.loads((run / "manifest.json").read_text())
@@ -236,7 +236,7 @@ def test_values_that_are_not_finite_leave_a_gap(tmp_path):
     assert not re.search(r"\b(nan|inf)\b", " ".join(str(p.get("d")) for s in svgs(text) for p in s.iter("path")))
 
 
-def test_scores_of_former_models_are_said_to_be_so(tmp_path):
+def test_scores_of_former_models_are_marked(tmp_path):
     names = ["a", "b"]
     rounds = [runs.line(t, names) for t in range(7)]
     for line in rounds[1:-1]:
@@ -366,7 +366,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_of_a_damaged_log_the_rest_is_shown_and_what_is_missing_is_said(tmp_path, what):
+def test_a_damaged_log_is_shown_with_a_notice_of_the_missing_lines(tmp_path, what):
     name, damage, said = DAMAGE[what]
     run = runs.make(tmp_path / "run")
     manifest = json.loads((run / "manifest.json").read_text())
@@ -395,7 +395,7 @@ def test_a_run_that_was_stopped_in_its_first_round_lacks_nothing(tmp_path):
     assert read.read(run).missing == ()
 
 
-def test_of_an_unfinished_run_a_torn_last_line_is_no_damage_and_a_checkpoint_tells_of_lines(tmp_path):
+def test_a_torn_last_line_of_an_unfinished_run_is_not_damage(tmp_path):
     run = runs.make(tmp_path / "run", finished=None, result=None)
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'{"round": 13, "acc')

@@ -91,7 +91,7 @@ def test_only_files_that_are_there_are_named(tmp_path):
         ("ditto", "private/ holds clients' memories: never share it."),
     ],
 )
-def test_what_the_private_folder_holds_is_said(tmp_path, method, said):
+def test_the_content_of_the_private_folder_is_stated(tmp_path, method, said):
     tables = small.experiment(tmp_path, method={"name": method, "rounds": 1})
     tables["method"].pop("local")
     fedfm.run(tables, tmp_path / "run", progress=Progress())
@@ -101,7 +101,7 @@ def test_what_the_private_folder_holds_is_said(tmp_path, method, said):
 
 @pytest.mark.proof
 @pytest.mark.usefixtures("coarse_accounting")
-def test_under_privacy_keys_and_counts_are_said(tmp_path):
+def test_under_privacy_keys_and_counts_are_stated(tmp_path):
     privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
     tables = small.experiment(tmp_path, privacy=privacy, method={"rounds": 1, "fraction": 1.0})
     fedfm.run(tables, tmp_path / "run", progress=Progress())

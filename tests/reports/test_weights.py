@@ -53,7 +53,7 @@ def test_colours_are_in_order_of_the_shares(tmp_path):
     assert "second colour" in cells
 
 
-def test_who_learns_most_from_whom(tmp_path):
+def test_the_largest_weight_of_each_client_is_listed(tmp_path):
     run = runs.make(tmp_path / "a", n_clients=3, n_rounds=1)
     runs.weights(run, p=np.array([[[[0.5, 0.1, 0.4], [0.3, 0.5, 0.2], [0, 0, 1]]]]))
     rows = re.findall(r"<tr><th[^>]*>(c\d)</th>(.*?)</tr>", section(html.write(run)))
@@ -105,7 +105,7 @@ def test_many_clients_and_layers_are_gathered_and_it_says_so(tmp_path):
     assert page.stat().st_size < 1_000_000
 
 
-def test_what_is_no_file_of_weights_is_said(tmp_path):
+def test_an_invalid_file_of_weights_is_reported(tmp_path):
     run = runs.make(tmp_path / "a", n_clients=2, n_rounds=1)
     assert section(html.write(run)) is None
     assert words(run) == ""

@@ -26,7 +26,7 @@ def scale_column(folder, factor):
 
 
 class TestColumns:
-    def test_one_beyond_single_precision_is_refused_with_its_largest_number(self, tmp_path):
+    def test_a_column_beyond_float32_is_refused_with_its_largest_value(self, tmp_path):
         tables, most = scale_column(tmp_path, 1e30)
         with pytest.raises(
             InputError, match=rf"column x\[:, 2\] has values up to {most:.3g}.*data\.scale".replace("+", r"\+")
@@ -34,14 +34,14 @@ class TestColumns:
             fedfm.run(tables, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_one_that_outweighs_the_others_is_told(self, tmp_path):
+    def test_a_column_that_dominates_the_others_is_reported(self, tmp_path):
         tables, most = scale_column(tmp_path, 1e9)
         result = fedfm.run(tables, tmp_path / "run")
         notices = fedfm.load_run(result["run"]).manifest["notices"]
         assert [f"column x[:, 2] has values up to {most:.3g}" in text for text in notices] == [True]
 
     @pytest.mark.parametrize(("times", "scale"), [(1.0, "none"), (1e3, "none"), (1e-3, "none"), (1e3, "unit")])
-    def test_clients_with_other_units_are_told(self, tmp_path, times, scale):
+    def test_clients_with_other_units_are_reported(self, tmp_path, times, scale):
         rng = np.random.default_rng(0)
         for name, factor in (("north", 1.0), ("south", times)):
             x = (factor * rng.normal(size=(40, 5))).astype(np.float32)

@@ -37,7 +37,7 @@ def test_rounding_twice_changes_nothing(value):
     assert coarse(once, tasks.default()) == once
 
 
-def test_what_no_result_needs_stays_and_what_is_missing_stays_missing():
+def test_other_figures_stay_exact_and_missing_ones_stay_missing():
     found = {"n": 4, "accuracy": None, "loss": math.inf, "macro_f1": 0.25, "rouge_1": 0.123456}
     found |= {"tokens": 123456, "loss_of_tokens": 9876.54321}  # sums, of which counts are exact
     told = {"n": 4, "accuracy": None, "loss": math.inf, "rouge_1": 0.1235, "tokens": 123456, "loss_of_tokens": 9877.0}

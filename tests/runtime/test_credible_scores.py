@@ -30,7 +30,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_who_tells_no_scores_has_none_and_the_run_goes_on(tmp_path, monkeypatch, lie):
+def test_a_client_with_invalid_scores_counts_as_without_scores(tmp_path, monkeypatch, lie):
     tables = small.experiment(tmp_path, method={"rounds": 2})
     tables["data"]["val_fraction"] = 0.2
     honest = fedfm.run(tables, tmp_path / "honest", progress=Progress())
@@ -48,7 +48,7 @@ def test_who_tells_no_scores_has_none_and_the_run_goes_on(tmp_path, monkeypatch,
     assert found["local_accuracy"] == pytest.approx(sum(known) / len(known))
 
 
-def test_who_cannot_score_what_it_was_sent_trains_and_is_named(tmp_path, monkeypatch):
+def test_a_client_that_cannot_score_still_trains_and_is_named(tmp_path, monkeypatch):
     """Between asynchronous rounds of a deployment scores come with updates, which have no room for a reason."""
     found = Experiment.from_dict(
         small.experiment(tmp_path, method={"fraction": 1.0}, run={"asynchronous": {"buffer": 2}})

@@ -225,7 +225,7 @@ def test_a_run_may_go_on_without_the_key_of_its_fingerprint(stopped):
     assert now["model"] == before["model"]
 
 
-def test_an_exception_at_a_client_is_told_by_its_code_alone(tmp_path, monkeypatch):
+def test_only_the_code_of_a_clients_exception_is_written(tmp_path, monkeypatch):
     def fails(client, plan):
         if client.id == "client-01":
             raise ValueError(f"row {client.data.train.tensors['features'][0].tolist()}")
@@ -239,7 +239,7 @@ def test_an_exception_at_a_client_is_told_by_its_code_alone(tmp_path, monkeypatc
     assert "ValueError: row [" in (tmp_path / "a/run/private/errors.log").read_text()
 
 
-def test_runs_whose_fingerprints_are_keyed_are_not_said_to_be_of_other_data(tmp_path, monkeypatch, capsys):
+def test_runs_with_keyed_fingerprints_are_not_reported_as_of_other_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(rows(tmp_path / "a"))
     public = {key: value for key, value in tables().items() if key != "privacy"}
     for out, table in (("a", public), ("b", public | {"name": "again"}), ("c", tables()), ("d", tables())):
@@ -255,7 +255,7 @@ def test_runs_whose_fingerprints_are_keyed_are_not_said_to_be_of_other_data(tmp_
 @pytest.mark.parametrize(
     ("asked", "states"), [({"aggregator": "secagg"}, False), ({"unit": "client", "noise_multiplier": 1.0}, True)]
 )
-def test_only_a_run_with_an_epsilon_says_that_the_ledger_bounds_what_its_files_tell(asked, states):
+def test_only_a_run_with_an_epsilon_states_that_the_ledger_bounds_its_files(asked, states):
     (said,) = [text for text in do_not_share(PrivacySpec(**asked), own_models=False) if "All other files" in text]
     assert ("the ledger bounds what they reveal" in said) is states
     assert ("No epsilon" in said) is not states

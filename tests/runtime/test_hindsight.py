@@ -31,7 +31,7 @@ def test_a_start_that_training_spoils_and_one_that_knows_nothing():
     assert overfitting_notices(lines([1.6, 65.0, 33.0], [0.3, 0.5, 0.6]), EXPERIMENT) == []
 
 
-def test_nothing_is_said_of_a_loss_alone_or_of_noise():
+def test_a_loss_alone_and_noise_give_no_notice():
     assert overfitting_notices(lines([2.0, 0.5, 0.7], [0.1, 0.8, 0.8]), EXPERIMENT) == []
     assert overfitting_notices(lines([2.0, 0.5, 0.51], [0.1, 0.8, 0.7]), EXPERIMENT) == []
     assert overfitting_notices(lines([0.5, 0.7], [0.8, 0.7]), EXPERIMENT) == []
@@ -55,7 +55,7 @@ def test_predictions_that_are_all_certain(tmp_path, capsys):
     assert said.startswith("all 240 predictions have probability 1.000")
 
 
-def test_a_rank_above_the_layers_width_is_said(tmp_path):
+def test_a_rank_above_the_layers_width_is_reported(tmp_path):
     data = {"path": str(small.pictures(tmp_path, n=40)), "partition": {"name": "iid", "clients": 2}}
     model = {"name": str(small.tiny_vit(tmp_path)), "adaptation": {"name": "lora", "rank": 9}}
     tables = {"data": data, "model": model, "method": {"name": "fedavg", "rounds": 0}, "run": {"workers": 1}}

@@ -156,7 +156,7 @@ def some(names):
     "the server's list-cut",
 )
 @pytest.mark.parametrize(("what", "how"), some(KINDS))
-def test_what_is_damaged_or_missing_is_named_and_refused_unless_the_loss_is_accepted(copy, capsys, what, how):
+def test_damaged_and_missing_files_are_refused_unless_the_loss_is_accepted(copy, capsys, what, how):
     name, pattern, which = KINDS[what]
     run, _ = copy(name)
     path = sorted(run.glob(pattern))[which]
@@ -190,7 +190,7 @@ def test_flip_whatever_lies_below_private_the_run_is_refused(copy, capsys, name)
 
 @pytest.mark.sample("fedala-flipped", "scaffold-missing", "fedbaf on fedadam-cut")
 @pytest.mark.parametrize(("name", "how"), some(TABLES))
-def test_of_two_checkpoints_a_whole_one_is_enough_and_none_is_refused(copy, capsys, name, how):
+def test_one_of_two_checkpoints_is_enough_and_none_is_refused(copy, capsys, name, how):
     run, straight = copy(name)
     older, newest = sorted(run.rglob("round-*.safetensors"))
     shutil.copytree(run, run.parent / "b")
@@ -353,7 +353,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("what", LOGS)
-def test_a_damaged_log_stops_nothing_and_what_is_missing_is_said_for_ever(copy, capsys, what):
+def test_a_damaged_log_does_not_stop_a_run_and_its_gap_stays_recorded(copy, capsys, what):
     name, damage, said = LOGS[what]
     run, straight = copy("fedala")
     lines = damage((run / name).read_bytes().splitlines(keepends=True))

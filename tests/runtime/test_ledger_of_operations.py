@@ -36,7 +36,7 @@ def test_accuracy_before_aggregation_is_that_of_clients_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fedadam", "fedprox"])
-def test_it_changes_nothing_else_and_is_off_by_default(tmp_path, name):
+def test_counting_operations_is_off_by_default_and_changes_no_result(tmp_path, name):
     method = {"name": name, "rounds": 2, "local": {"learning_rate": 0.2}}
     off = execute.run(experiment(tmp_path, method=method), tmp_path / "off")
     on = execute.run(experiment(tmp_path, method=method, run={"local_scores": True, "workers": 2}), tmp_path / "on")
@@ -45,7 +45,7 @@ def test_it_changes_nothing_else_and_is_off_by_default(tmp_path, name):
     assert "accuracy_before_aggregation" not in off["details"]
 
 
-def test_it_is_refused_under_a_promise(tmp_path):
+def test_counting_operations_is_refused_under_privacy(tmp_path):
     privacy = {"target_epsilon": 8.0, "delta": 1e-5, "unit": "record"}
     tables = experiment(tmp_path, method={"name": "fedpft", "rounds": 1}, run={"local_scores": True})
     del tables["method"]["local"], tables["method"]["fraction"]

@@ -100,7 +100,7 @@ def test_a_run_without_its_memories_does_not_go_on(stopped):
         fedfm.resume(stopped)
 
 
-def test_what_a_killed_process_left_half_written_goes(stopped):
+def test_half_written_files_of_a_killed_process_are_removed(stopped):
     names = (".manifest.json.x1", "checkpoint/.round-000003.safetensors.x2", ".weights.npz.x3")
     parts = [stopped / name for name in names]
     for part in parts:
@@ -134,7 +134,7 @@ except RunError as error:
 
 
 @pytest.mark.proof
-def test_a_disk_that_is_full_when_the_models_are_written_is_said_and_nothing_is_lost(stopped, tmp_path):
+def test_a_full_disk_at_the_final_models_is_reported_and_nothing_is_lost(stopped, tmp_path):
     straight = fedfm.run(experiment(tmp_path), tmp_path / "straight")["params_sha256"]
 
     def go(how):

@@ -21,7 +21,7 @@ def experiment():
     )
 
 
-def test_clients_are_told_everything_else():
+def test_clients_receive_all_other_settings():
     e = experiment()
     told = e.for_clients()
     assert SECRET not in told.to_toml()
@@ -30,7 +30,7 @@ def test_clients_are_told_everything_else():
     assert told.for_server({"foundation": SECRET}).to_dict() == e.to_dict()
 
 
-def test_a_method_without_secrets_is_told_as_it_is():
+def test_a_method_without_secrets_is_sent_unchanged():
     e = Experiment.from_dict({"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": {"name": "fedavg"}})
     assert e.for_clients() is e
 

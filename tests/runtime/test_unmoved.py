@@ -40,7 +40,7 @@ def warnings(factor, rounds=2):
 
 
 @pytest.mark.parametrize("factor", [0, 1])
-def test_a_gradient_of_zero_in_every_step_is_told(factor, tmp_path, monkeypatch):
+def test_a_gradient_of_zero_in_every_step_is_reported(factor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = warnings(factor)
     assert len(found) == (factor == 0)
@@ -48,7 +48,7 @@ def test_a_gradient_of_zero_in_every_step_is_told(factor, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("batch_size", "rounds", "told"), [(1000, 1, True), (1000, 2, False), (8, 1, False)])
-def test_factors_of_lora_behind_a_zero_are_told_with_the_reason(batch_size, rounds, told, tmp_path):
+def test_factors_of_lora_behind_a_zero_are_reported_with_the_reason(batch_size, rounds, told, tmp_path):
     """B is zero at the start, so the gradient of A = (dL/dW) B^T is zero until B has changed."""
     tables = {
         "data": {"path": str(pictures(tmp_path)), "partition": {"name": "iid", "clients": 2}},

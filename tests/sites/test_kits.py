@@ -210,7 +210,7 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, capsys, text, says):
     assert says in refused(tmp_path, capsys, text)
 
 
-def test_a_kit_that_is_not_whole_does_not_start(tmp_path, capsys):
+def test_an_incomplete_kit_does_not_start(tmp_path, capsys):
     out = provision(tmp_path)
     told = []
     for change, says in (
@@ -292,7 +292,7 @@ def examined(capsys, *args: object) -> tuple[int, dict[str, tuple[str, str]]]:
     return code, {line["what"]: (line["status"], line["found"]) for line in found["checks"]}
 
 
-def test_check_says_what_differs(tmp_path, capsys):
+def test_check_reports_the_differences(tmp_path, capsys):
     out = provision(tmp_path)
     kit = out / "hospital-a"
     rows(kit)

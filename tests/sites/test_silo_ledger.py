@@ -196,7 +196,7 @@ def test_a_refusal_names_the_key_what_is_spent_and_the_limit(tmp_path):
         ledger.enter(entry("b"))
 
 
-def test_what_a_silo_gave_before_without_noise_leaves_nothing_of_an_epsilon(tmp_path):
+def test_an_earlier_answer_without_noise_uses_up_any_epsilon(tmp_path):
     Ledger(tmp_path / "l", Budget()).enter(entry("a"))
     noisy = Cost("client", "add_remove", 100.0, by="silo")
     assert not entered(Ledger(tmp_path / "l", Budget(epsilon=8.0)), entry("b", cost=noisy))
@@ -212,7 +212,7 @@ def test_a_repeated_answer_is_free_and_another_one_in_the_same_round_is_not(tmp_
     assert len(entries(tmp_path / "l")) == 7
 
 
-def test_the_same_bits_to_another_question_are_another_answer(tmp_path):
+def test_the_same_bits_for_another_request_count_as_another_answer(tmp_path):
     """A refusal, or an accuracy of 0.5, is the same each time, and tells something new each time."""
     ledger = Ledger(tmp_path / "l", Budget(rounds=3))
     for number in range(3):
@@ -235,7 +235,7 @@ def test_a_round_with_scores_of_each_part_is_one_round_and_scores_alone_are_one_
     assert not entered(ledger, entry("update", round=3, asked="w2"))
 
 
-def test_one_question_for_scores_is_admitted_for_each_run_round_and_part(tmp_path):
+def test_one_request_for_scores_is_admitted_for_each_run_round_and_part(tmp_path):
     ledger = Ledger(tmp_path / "l", Budget())
     first = entry("0.5", asked="w", part="test", **SCORES)
     ledger.admit(first)
@@ -336,7 +336,7 @@ def test_an_older_copy_is_refused_and_an_absent_file_begins_at_zero(tmp_path):
     assert entered(Ledger(path, Budget(rounds=3), mark), entry("e", round=5))
 
 
-def test_what_a_dead_process_was_asked_stays_until_the_ledger_takes_it(tmp_path):
+def test_a_request_to_a_dead_process_stays_until_the_ledger_has_it(tmp_path):
     path, folder = tmp_path / "l", tmp_path / "unanswered"
     died = Unanswered(folder)
     died.begin(entry(asked="w"))

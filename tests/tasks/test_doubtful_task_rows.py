@@ -138,7 +138,7 @@ def test_negatives_that_are_their_anchor_or_positive_are_counted(tmp_path):
     assert said == ["2 of 6 training rows have a negative that is equal to their anchor or positive"]
 
 
-def test_tags_without_a_prefix_beside_tags_with_one_are_named(tmp_path, monkeypatch):
+def test_tags_without_a_prefix_among_tags_with_one_are_named(tmp_path, monkeypatch):
     rows = [{"tokens": ["x", "y"], "tags": tags} for tags in (["B-AN", "O"], ["0", "I-AN"], ["O", "O"])]
     monkeypatch.setattr(_tagged_rows.word_tokens, "of", lambda words, tools: type("P", (), {"places": words}))
     (said,) = _tagged_rows.forewarnings({"training": load("token_classification", jsonl(tmp_path, rows))}, None)

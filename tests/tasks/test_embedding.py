@@ -521,7 +521,7 @@ def test_images_beyond_memory_are_read_for_each_batch(vit, monkeypatch):
         ({"model__adaptation": {"name": "head"}}, "head"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, words, place, tmp_path):
+def test_unsuitable_settings_are_refused(changes, words, place, tmp_path):
     made = tables(place)
     for key, value in changes.items():
         table, _, name = key.partition("__")

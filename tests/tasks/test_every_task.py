@@ -177,7 +177,7 @@ def test_a_server_can_set_no_key_of_a_task_by_a_question_for_scores(ready):
     assert task.with_chosen({}, model.classes) == task
 
 
-def test_what_an_audit_compares_of_a_row_is_its_loss(ready):
+def test_an_audit_compares_rows_by_their_loss(ready):
     _, _, model, made = ready
     if model.task.mixes_rows:
         pytest.skip("a row has no loss of its own")
@@ -318,7 +318,7 @@ def test_rows_of_another_task_are_not_predicted_and_no_other_task_is_advised(nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_silo_is_told_of_its_targets_in_the_words_of_the_task(name, place, tmp_path):
+def test_notices_to_a_silo_name_its_targets_in_the_tasks_words(name, place, tmp_path):
     task, file = tasks.find(name), tmp_path / "silo.toml"
     file.write_text(f'name = "north"\ndata = "{place(name)[0]}"\ntask = "{name}"\n')
     silo, found = silo_config.load(file), silo_config.report(file)
@@ -371,7 +371,7 @@ def test_files_and_numbers_in_cells_are_named(rows, task, words, tmp_path):
         load_table(DataSpec(path=str(path)), seed=0, task=task)
 
 
-def test_names_and_columns_are_said_once():
+def test_names_and_columns_of_tasks_are_unique():
     assert len(set(NAMES)) == len(NAMES)
     assert [task.name for task in tasks.available() if task.default] == [NAMES[0]]
     kinds = [kind.name for kind in tasks.row_kinds()]

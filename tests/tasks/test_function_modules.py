@@ -169,7 +169,7 @@ def test_other_tasks_take_no_function_for_the_model_alone(masked):
         Experiment.from_dict(tables, imports=True)
 
 
-def test_a_guessed_size_of_images_is_said(table):
+def test_a_guessed_size_of_images_is_reported(table):
     assert "tiny_unets:without_size returns no image_size: images are resized to 224 x 224" in str(
         model_of(table, "without_size").notices
     )

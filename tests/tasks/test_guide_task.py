@@ -26,7 +26,7 @@ for words in json.loads(sys.argv[1]):
 
 
 @pytest.mark.proof
-def test_the_guides_task_runs_whole(tmp_path):
+def test_the_guides_task_runs_from_training_to_export(tmp_path):
     blocks = BLOCKS.findall(PAGE.read_text())
     task, rows = (text for language, text in blocks if language == "python")
     (experiment,) = (text for language, text in blocks if language == "toml")

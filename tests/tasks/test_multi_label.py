@@ -131,7 +131,7 @@ def test_a_wrong_cell_is_refused_with_its_place(label, words, tmp_path):
     assert str(path) in str(refusal.value)
 
 
-def test_another_separator_is_a_key_and_a_wrong_one_is_noticed(tmp_path):
+def test_a_key_sets_the_separator_and_a_wrong_one_gets_a_notice(tmp_path):
     lines = ["text,label", *(f"t {i},{'a|b' if i % 3 else 'a'}" for i in range(9)), "u,b", "v,b"]
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     table = load(tmp_path / "a.csv", label_separator="|")
@@ -173,7 +173,7 @@ def test_labels_that_cannot_be_learnt_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["features", pytest.param("image", marks=pytest.mark.proof), "text"])
-def test_a_check_says_what_cannot_be_learnt_whatever_the_rows_are(kind, tmp_path, capsys):
+def test_check_reports_labels_that_cannot_be_learnt_for_every_kind_of_rows(kind, tmp_path, capsys):
     made = np.zeros((12, 2), dtype=np.int64)
     made[:, 0], made[:5, 1] = 1, 1
     keys = {"data.partition.name": "iid", "data.partition.clients": 2, "model.task": "multi_label"}
@@ -467,7 +467,7 @@ def test_many_rows_are_rounded_so_that_the_counts_stay_short(monkeypatch):
     shift=st.sampled_from([0.0, 0.3, -4.0, 1e4]),
     seed=st.integers(0, 1000),
 )
-def test_a_silo_tells_of_each_row_one_of_34_bins_however_the_server_scales(values, scale, shift, seed):
+def test_a_silo_sends_one_of_34_bins_for_each_row_whatever_the_servers_scale(values, scale, shift, seed):
     """What is told is a function of the numbers of rows in at most 34 bins of a label."""
     logits = (np.array(values) * scale + shift).astype(np.float32)[:, None]
     has = np.random.default_rng(seed).integers(0, 2, (len(values), 1)).astype(float)
@@ -497,7 +497,7 @@ def bin_width(fine):
     return 2.0 ** math.ceil(math.log2(max((high - low) / 24, max(abs(low), abs(high)) / 64, 1e-30)))
 
 
-def test_what_is_told_depends_on_the_bins_alone():
+def test_the_sent_counts_depend_only_on_the_bins():
     """Rows that move within their bins change nothing."""
     rng = np.random.default_rng(0)
     logits, has = rng.normal(size=200), rng.integers(0, 2, (200, 1)).astype(float)

@@ -157,7 +157,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
         _recordings.sound(Attachment(str(tmp_path / "nan.wav")), 16_000, 30)
 
 
-def test_what_is_cut_resampled_and_mixed_is_said(tmp_path, whisper):
+def test_cut_resampled_and_mixed_recordings_are_reported(tmp_path, whisper):
     tiny.tone(tmp_path / "long.wav", (300.0,), seconds=1.5)
     tiny.tone(tmp_path / "slow.wav", (300.0,), rate=8000)
     tiny.tone(tmp_path / "two.wav", (300.0,), channels=2, rate=44_100)

@@ -331,7 +331,7 @@ def test_one_number_in_all_training_rows_is_refused(place, tmp_path):
         ({"method": {"name": "ccvr"}}, r"computes with the class of each row"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_rows_are_read(more, words, place):
+def test_unsuitable_settings_are_refused_before_the_rows_are_read(more, words, place):
     tables = experiment(place)
     tables |= {key: {**tables.get(key, {}), **of} for key, of in more.items() if key != "method"}
     if "method" in more:
@@ -522,7 +522,7 @@ def test_an_export_keeps_the_bits_of_a_number_far_from_zero(place, tmp_path, dty
     np.testing.assert_allclose(theirs, ours, atol=0.05 if dtype == "bfloat16" else 2e-3)
 
 
-def test_an_attacker_shuffles_whole_rows_of_targets(place):
+def test_an_attacker_shuffles_complete_rows_of_targets(place):
     table = load(place / "rows.jsonl", targets=("a", "b"), test_fraction=0)
     other = Regression().shuffle_targets(table, np.random.default_rng(0))
     assert other.targets.tolist() != table.targets.tolist()

@@ -33,7 +33,7 @@ def test_decimals_are_not_doubted(values):
 @pytest.mark.parametrize(
     ("keys", "head"), [({"label": "y"}, "text,y,z"), ({"targets": ("z", "y")}, "text,y,z"), ({}, "text,label,z")]
 )
-def test_each_way_to_name_targets_says_it(keys, head, tmp_path):
+def test_doubtful_targets_are_reported_however_they_are_named(keys, head, tmp_path):
     (tmp_path / "a.csv").write_text(
         f"{head}\n" + "".join(f"w{i},{v},{i}\n" for i, v in enumerate(["1.234", "987"] * 4))
     )

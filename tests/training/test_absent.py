@@ -78,7 +78,7 @@ def gradient(w, fill):
 
 
 @pytest.mark.parametrize(("absent", "fill"), [("zero", 0.0), ("exclude", -np.inf)])
-def test_one_step_by_hand(absent, fill):
+def test_one_step_equals_the_hand_computed_one(absent, fill):
     got = trained(SGD(learning_rate=0.5, absent=absent))
     torch.testing.assert_close(got["weight"], W["weight"] - 0.5 * gradient(W["weight"], fill))
     assert torch.equal(got["weight"][1], W["weight"][1])
@@ -132,7 +132,7 @@ def test_every_averaging_method_takes_it(tmp_path, name):
     assert one["excluded"] == []
 
 
-def test_what_makes_no_sense_is_refused(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     with pytest.raises(InputError, match=r'method.local.absent = "drop": expected "keep", "zero" or "exclude"'):
         execute.run(experiment(tmp_path, method={"local": {"absent": "drop"}}))
     text = tmp_path / "play.txt"

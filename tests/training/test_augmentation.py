@@ -94,7 +94,7 @@ def test_a_run_has_the_same_bits_with_workers_wire_resume_and_decoding(
     assert fedfm.run(little, tmp_path / "little")["params_sha256"] == expected
 
 
-def test_it_is_refused_where_nothing_would_see_it(tmp_path: Path) -> None:
+def test_augmentation_is_refused_where_it_has_no_effect(tmp_path: Path) -> None:
     exp = tables(tmp_path, augment=["flip"])
     for change, message in (
         ({"data": {**exp["data"], "augment": ["blur"]}}, r'data\.augment\[0\] = "blur": expected "crop" or "flip"'),

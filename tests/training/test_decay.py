@@ -25,7 +25,7 @@ def families():
 
 
 @pytest.mark.parametrize("module", list(families()), ids=lambda module: type(module).__name__)
-def test_those_are_spared_that_a_trainer_spares(module):
+def test_weight_decay_skips_the_parameters_that_the_trainer_skips(module):
     trainer = transformers.Trainer.__new__(transformers.Trainer)  # the method reads the module alone
     decayed = set(trainer.get_decay_parameter_names(module))
     names = {name for name, _ in module.named_parameters()}

@@ -151,7 +151,7 @@ def test_rows_of_padding_change_nothing():
     torch.testing.assert_close(got["head.weight"], expected["head.weight"], rtol=1e-5, atol=1e-6)
 
 
-def test_what_it_was_sent_is_not_written_to():
+def test_received_parameters_are_not_overwritten():
     todo = jobs(SGD(batch_size=4), [9, 5], 3, 2)
     before, versions = todo[0].w.sha256(), [f._version for f in todo[0].w.flats.values()]
     heads.train(todo)
@@ -248,7 +248,7 @@ def test_the_span_is_taken_where_it_has_fewer_multiplications(monkeypatch):
 
 @pytest.mark.parametrize("way", ["weights", "span", "rule"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(way, bad):
+def test_values_that_are_not_finite_stay_so(way, bad):
     """A server has to be able to refuse it."""
     (job,) = jobs(SGD(batch_size=8, epochs=2), [20], 12, 5)
     rows = job.client.data.train
@@ -272,7 +272,7 @@ def test_logits_far_apart_overflow_nothing():
     assert job.client.metrics["loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def test_it_applies_to_linear_heads_only():
+def test_compiled_loops_train_linear_heads_only():
     assert cached_head.applies(model(3, 2))
     other = {"task": tasks.find("language_modelling")}
     changes = ({"adaptation": "lora"}, other, {"head": torch.nn.ReLU()}, {"names": ("w",)})

@@ -38,7 +38,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("local", [Adam(weight_decay=0.1), AdamW(weight_decay=0.1)], ids=["adam", "adamw"])
-def test_steps_in_pieces_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch, local: Any) -> None:
+def test_steps_in_pieces_have_the_bits_of_undivided_steps(monkeypatch: pytest.MonkeyPatch, local: Any) -> None:
     found = []
     for piece in (1 << 30, 1 << 15):
         monkeypatch.setattr(update_rules, "PIECE", piece)
@@ -159,7 +159,7 @@ def test_gradients_are_there_again_when_training_begins() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 8, 100])
-def test_gradients_in_pieces_are_those_of_the_whole(size: int) -> None:
+def test_gradients_in_pieces_are_those_of_the_undivided_step(size: int) -> None:
     class Two:
         def __init__(self) -> None:
             self.module = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)])

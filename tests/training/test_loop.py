@@ -163,7 +163,7 @@ def test_only_some_tensors_move_as_if_the_others_were_constants(local):
     )  # the next moves all
 
 
-def test_trainers_of_whole_models_leave_the_rest_to_the_loop():
+def test_the_trainer_of_a_full_head_leaves_partial_training_to_the_loop():
     model = load_model(ModelSpec("features"), classes=("a", "b", "c"), kind="features", feature_dim=4)
     assert scheduler.trainer_for(model, SGD()) is heads.train
     assert scheduler.trainer_for(model, SGD(), ("head.bias",)) is loop.train

@@ -93,7 +93,7 @@ def test_separable_rows_reach_the_optimum_however_small_l2(l2, monkeypatch):
     assert len(reached) == 2
 
 
-def test_who_asks_too_little_or_for_what_is_not_there_is_told():
+def test_fits_that_miss_the_optimum_are_reported():
     x, y = made(200, 10, 3, 4.0)
     said: list[Optimum] = []
     fit_rows(x, y, 3, HeadSpec(l2=1e-8, iterations=3), missed=said.append)

@@ -275,7 +275,7 @@ def test_rows_of_another_kind_go_through_the_loop() -> None:
     ],
     ids=str,
 )
-def test_what_is_left_to_the_loop(options: dict[str, Any]) -> None:
+def test_unsupported_models_are_trained_by_the_general_loop(options: dict[str, Any]) -> None:
     model = make("bert", **options)
     assert not packed.applies(model, "fast")
     assert scheduler.trainer_for(model) is loop.train

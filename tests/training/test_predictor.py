@@ -46,7 +46,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("entries", [1 << 18, 32 * 60], ids=["one batch", "many"])
 @pytest.mark.parametrize("options", [{}, {"layers": 1}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_module(
+def test_logits_equal_those_of_the_module(
     family: str, options: dict[str, Any], entries: int, monkeypatch: pytest.MonkeyPatch, passes: list[int]
 ) -> None:
     monkeypatch.setattr(predictor, "_ENTRIES", entries)
@@ -65,7 +65,7 @@ def test_equals_the_module(
     torch.testing.assert_close(model.predict(rows), found, atol=1e-5, rtol=1e-5)
 
 
-def test_float32_whatever_the_kernels() -> None:
+def test_logits_are_float32_with_every_kind_of_kernels() -> None:
     model, rows = loaded("bert"), rows_of("bert", 9, np.random.default_rng(1))
     exact = model.predict(rows)
     model.kernels = "fast_bf16"
@@ -73,7 +73,7 @@ def test_float32_whatever_the_kernels() -> None:
     assert torch.equal(model.predict(rows), exact)
 
 
-def test_the_bits_depend_on_rows_and_parameters_alone() -> None:
+def test_logits_depend_only_on_rows_and_parameters() -> None:
     model, rng = loaded("bert"), np.random.default_rng(2)
     rows, others = rows_of("bert", 11, rng), rows_of("bert", 30, rng)
     first = model.predict(rows)
@@ -83,7 +83,7 @@ def test_the_bits_depend_on_rows_and_parameters_alone() -> None:
     assert torch.equal(model.predict(rows), first)
 
 
-def test_rows_judged_before_are_not_computed_again(passes: list[int]) -> None:
+def test_rows_scored_before_are_not_computed_again(passes: list[int]) -> None:
     model, rng = loaded("bert"), np.random.default_rng(3)
     rows, others = rows_of("bert", 7, rng), rows_of("bert", 5, rng)
     first = model.predict(rows)
@@ -100,7 +100,7 @@ def test_rows_judged_before_are_not_computed_again(passes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("what", ["trained", "layer", "embedding", "pooler"])
-def test_other_parameters_are_judged_anew(what: str) -> None:
+def test_changed_parameters_are_scored_again(what: str) -> None:
     model, rows = loaded("bert"), rows_of("bert", 7, np.random.default_rng(4))
     before = model.predict(rows)
     for name, p in model.module.named_parameters():
@@ -118,7 +118,7 @@ def test_other_parameters_are_judged_anew(what: str) -> None:
     torch.testing.assert_close(after, by_the_module(model, rows), atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_kept_lives_as_long_as_its_rows() -> None:
+def test_cached_logits_live_as_long_as_their_rows() -> None:
     model, rng = loaded("vit"), np.random.default_rng(5)
     rows = [rows_of("vit", 3, rng) for _ in range(4)]
     for some in rows:
@@ -131,7 +131,7 @@ def test_what_is_kept_lives_as_long_as_its_rows() -> None:
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"name": "head"}, {"name": "full"}], ids=str)
-def test_what_is_left_to_the_module(options: dict[str, Any]) -> None:
+def test_unsupported_settings_use_the_modules_forward(options: dict[str, Any]) -> None:
     model, rows = make("bert", **options), rows_of("bert", 6, np.random.default_rng(6))
     assert packed.predict(model, rows) is None
     torch.testing.assert_close(model.predict(rows), by_the_module(model, rows), atol=1e-5, rtol=1e-5)

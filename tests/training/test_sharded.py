@@ -84,7 +84,7 @@ def test_refused_in_one_line(tmp_path, changes, says):
     assert any(says in line and "\n" not in line for line in lines), lines
 
 
-def test_what_groups_compute_is_accepted(tmp_path):
+def test_settings_that_process_groups_support_are_accepted(tmp_path):
     for changes in ({}, {"model__dtype": "bfloat16"}, {"method__local": {"name": "proximal"}}):
         assert Experiment.from_dict(tables(tmp_path, **changes)).run.processes_per_client == 2
 
@@ -166,7 +166,7 @@ def test_a_launcher_that_says_nothing_is_refused():
         RankPlace.of({})
 
 
-def test_one_folder_has_one_place(tmp_path):
+def test_each_folder_has_one_identity(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     assert place_of(str(tmp_path)) == place_of(str(tmp_path / "link"))
     (tmp_path / "other").mkdir()

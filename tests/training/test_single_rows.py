@@ -76,7 +76,7 @@ def test_scaffold_divides_by_the_steps_that_were_taken(tmp_path):
 
 class TestWhatCannotBeJoined:
     @pytest.mark.parametrize(("n", "local"), [(1, {}), (6, {"batch_size": 1})])
-    def test_it_is_refused_before_the_first_round(self, n, local, tmp_path):
+    def test_a_batch_of_one_row_is_refused_before_the_first_round(self, n, local, tmp_path):
         what = "b has one training row" if n == 1 else r"method\.local\.batch_size = 1"
         net = network(True)
         before = {name: value.clone() for name, value in net.state_dict().items()}
