@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+import ciphertext_student
 import tiny_clip
 import tiny_text
-import tiny_twin
 from fedfm.config.registry import available, resolve
 from fedfm.errors import InputError
 from small import checked, experiment, pictures, tiny_vit
@@ -70,7 +70,7 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
 def of_a_hidden_model(folder, name, tables):
     """Pictures for a method whose clients have no model, in the clear; for others the same model in the open."""
     tables = {**tables, "data": {**tables["data"], "path": str(pictures(folder, 120))}}
-    twin = str(tiny_twin.folder(folder))
+    twin = str(ciphertext_student.folder(folder))
     if name == "blindfed":
         del tables["model"]
         tables["method"] |= {"foundation": twin, "encryption": "clear", "released": "grid"}

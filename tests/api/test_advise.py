@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 from fedfm.api import rehearsal
 from fedfm.api.advise import advise
 from fedfm.api.rehearsal import rehearse, shorten, thin
@@ -104,7 +104,7 @@ def test_encrypted_rows_cost_what_the_plan_says(tmp_path):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     tables = {
         "data": {"path": str(pictures(tmp_path, 40)), "partition": {"name": "iid", "clients": 3}},
-        "model": {"name": str(tiny_twin.folder(tmp_path)), "adaptation": {"name": "head"}},
+        "model": {"name": str(ciphertext_student.folder(tmp_path)), "adaptation": {"name": "head"}},
         "method": {"name": "fedavg", "rounds": 4},
         "run": {"workers": 1},
     }

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from small import pictures
+from tiny_students import tiny
 from tiny_text import save_bert, save_gpt2, save_llama, texts
-from tiny_twins import tiny
 
 TRIED = 4  # tensors of a family
 

@@ -6,11 +6,11 @@ import re
 import pytest
 
 import fedfm
+from ciphertext_student import folder as twin
 from fedfm.audits.audit import choose, perform
 from fedfm.encrypted.audits.server_view import examine
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
-from tiny_twin import folder as twin
 
 
 def run(folder, protocol, encryption="clear", limit=160, clients=2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_twin
+import ciphertext_student
 from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
@@ -73,7 +73,12 @@ def test_batches():
 
 
 def experiment(folder, method=None, **tables):
-    keys = {"name": "blindfed", "foundation": str(tiny_twin.folder(folder)), "encryption": "clear", "rounds": 2}
+    keys = {
+        "name": "blindfed",
+        "foundation": str(ciphertext_student.folder(folder)),
+        "encryption": "clear",
+        "rounds": 2,
+    }
     data = {"path": str(pictures(folder, 60)), "partition": {"name": "iid", "clients": 2}}
     return {"data": data, "method": keys | (method or {}), **tables}
 
@@ -233,7 +238,7 @@ def test_a_local_table_without_a_name_changes_the_methods_own_optimiser():
 
 def test_a_simulation_is_checked_for_what_encryption_refuses(tmp_path, capsys):
     tables = experiment(tmp_path)
-    config = tiny_twin.folder(tmp_path) / "config.json"
+    config = ciphertext_student.folder(tmp_path) / "config.json"
     told = json.loads(config.read_text())
     told["fedfm_polynomials"]["outside"] = 0.002
     config.write_text(json.dumps(told))

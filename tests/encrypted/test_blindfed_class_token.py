@@ -1,4 +1,4 @@
-"""A class token under encryption: of a twin's tokens, four in four places or five in eight, the first is one."""
+"""A class token under encryption: of a student's tokens, four in four places or five in eight, the first is one."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from fedfm.encrypted.student.folding import fold
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from tiny_twins import make_twin
+from tiny_students import make_student
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
@@ -24,7 +24,7 @@ from fedfm.encrypted.protocol.masked import in_one_place
 def twin(tmp_path_factory, request):
     """Folder of a ViT of three or four patches and a class token, and the pictures that it was distilled on."""
     folder = tmp_path_factory.mktemp("twin")
-    return folder, make_twin("vit", folder, size=request.param)
+    return folder, make_student("vit", folder, size=request.param)
 
 
 def sided(folder, released):

@@ -13,7 +13,7 @@ from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import ClientFault, InputError, Lost
 from fedfm.privacy.crypto import keys
-from random_twin import random_model
+from random_student import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.encrypted.protocol.out_of_range import exclude_rows
@@ -25,7 +25,7 @@ def tables(folder, noisy, **method):
     for i in noisy:
         rows["x"][i] = rng.integers(0, 2, rows["x"][i].shape) * 255
     np.savez(path, **rows)
-    keys = {"name": "blindfed", "foundation": str(tiny_twin.folder(folder)), "rounds": 3, "released": "grid"}
+    keys = {"name": "blindfed", "foundation": str(ciphertext_student.folder(folder)), "rounds": 3, "released": "grid"}
     return {
         "data": {"path": str(path), "partition": {"name": "iid", "clients": 3}},
         "method": keys | {"encryption": "clear", "local": LOCAL} | method,

@@ -14,7 +14,7 @@ from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.inference import messages
 from fedfm.errors import ClientFault, InputError
 from fedfm.privacy.crypto import keys
-from random_twin import random_model
+from random_student import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 from fedfm.api.predict import predict
 from fedfm.core import storage
 from fedfm.core.wire import payload
@@ -33,7 +33,7 @@ def experiment(folder, encryption, *, run=None, clients=CLIENTS):
         },
         "method": {
             "name": "blindfed",
-            "foundation": str(tiny_twin.folder(folder)),
+            "foundation": str(ciphertext_student.folder(folder)),
             "protocol": "permuted",
             "encryption": encryption,
             "released": "grid",

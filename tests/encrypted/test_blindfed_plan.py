@@ -12,7 +12,7 @@ from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
-from random_twin import random_model
+from random_student import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 

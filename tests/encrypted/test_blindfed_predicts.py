@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 from fedfm.api.predict import predict
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
@@ -32,7 +32,7 @@ def experiment(folder, **method):
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("predicts")
     pictures(root, 60)
-    tiny_twin.folder(root)
+    ciphertext_student.folder(root)
     rows = np.load(root / "pictures.npz")
     np.savez(root / "new.npz", x=rows["x"][:6])  # without labels
     fedfm.run(experiment(root, encryption="clear"), root / "run")

@@ -13,7 +13,7 @@ import pytest
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.errors import E_DIED, ClientFault, InputError, RunError
 from fedfm.privacy.crypto import keys
-from random_twin import random_model
+from random_student import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 

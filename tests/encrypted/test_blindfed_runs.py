@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 from fedfm.api.join import join
 from fedfm.api.predict import export, load, predict
 from fedfm.core.wire import payload
@@ -24,7 +24,7 @@ CLIENTS = 3
 
 
 def experiment(folder, *, run=None, limit=60, clients=CLIENTS, **method):
-    keys = {"name": "blindfed", "foundation": str(tiny_twin.folder(folder)), "rounds": 3, "released": "grid"}
+    keys = {"name": "blindfed", "foundation": str(ciphertext_student.folder(folder)), "rounds": 3, "released": "grid"}
     local = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}
     rows = folder / "pictures.npz"
     return {

@@ -22,7 +22,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from folded_blocks import states_by_definition
 from small import pictures
-from tiny_twins import full, tiny
+from tiny_students import full, tiny
 
 
 def gelu(x):

@@ -15,8 +15,8 @@ from fedfm.errors import InputError
 from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from tiny_students import full, make_student, tiny
 from tiny_text import save_bert
-from tiny_twins import full, make_twin, tiny
 
 
 def batch(n=12, size=(8, 8)):
@@ -235,7 +235,7 @@ def test_class_tokens_get_the_variance_of_patches(tmp_path, kind):
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["vit", "deit"])
 def test_a_model_with_class_tokens_is_distilled_and_loads(tmp_path, kind):
-    x = make_twin(kind, tmp_path)
+    x = make_student(kind, tmp_path)
     model = full(tmp_path)
     assert conversion.is_polynomial_student(model.module)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from small import pictures
-from tiny_twins import tiny
+from tiny_students import tiny
 
 EPOCHS = [6, 2, 2]
 

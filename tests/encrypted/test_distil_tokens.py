@@ -1,4 +1,4 @@
-"""Twins with other tokens than their teacher's: another size of pictures, no class token; crops; what is refused."""
+"""Students with other tokens than their teacher's: another size of pictures, no class token; crops; what is refused."""
 
 import json
 
@@ -20,8 +20,8 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.progress import EpochProgress
 from small import pictures
+from tiny_students import full, tiny
 from tiny_text import save_bert
-from tiny_twins import full, tiny
 
 
 class Killed(EpochProgress):

@@ -17,7 +17,7 @@ from fedfm.errors import ClientFault, InputError, RunError
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
 from fedfm.encrypted.ckks import seal
-from random_twin import apply
+from random_student import apply
 
 PARAMETERS, BOUND = Parameters(), 32.0
 LAYOUT = Packing(PARAMETERS, 4)

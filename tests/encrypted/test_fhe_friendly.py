@@ -19,7 +19,7 @@ from fedfm.models.load import load_model
 from fedfm.models.saved_modules import as_saved
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from folded_blocks import states_by_definition
-from tiny_twins import make_twin, tiny
+from tiny_students import make_student, tiny
 
 
 def load(folder, adaptation="full", **spec):
@@ -31,7 +31,7 @@ def load(folder, adaptation="full", **spec):
 def twin(tmp_path_factory):
     """A student with 4 tokens, width 8 and 2 blocks, and rows."""
     folder = tmp_path_factory.mktemp("twin") / "ijepa"
-    x = make_twin("ijepa", folder)
+    x = make_student("ijepa", folder)
     return folder, x
 
 
@@ -251,7 +251,7 @@ def test_other_models_are_refused():
 @pytest.mark.proof
 @pytest.mark.parametrize("polynomials", ["scaled", "paper"])
 def test_the_folded_model_by_its_definition(tmp_path, polynomials):
-    x = make_twin("ijepa", tmp_path, polynomials=polynomials).double()
+    x = make_student("ijepa", tmp_path, polynomials=polynomials).double()
     module = load(tmp_path).module.double()
     got = conversion.fold(module)
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_the_folded_model_by_its_definition(tmp_path, polynomials):
 @pytest.mark.parametrize(("size", "tokens"), [((4, 12), 4), ((8, 8), 5)])
 def test_a_class_token_is_a_token_of_zeros(tmp_path, size, tokens):
     """Three or four patches and a class token."""
-    x = make_twin("vit", tmp_path, size=size).double()
+    x = make_student("vit", tmp_path, size=size).double()
     module = load(tmp_path).module.double()
     got = conversion.fold(module)
     assert got.patch(x).shape == (len(x), tokens, 48)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.signal import convolve2d
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.encrypted.inference.serialization import pack
@@ -103,15 +103,15 @@ def test_many_unlike_rows_are_counted_and_some_are_named():
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
 def limited(folder):
-    """The tiny twin with the limits of the pictures of a run, and one picture of noise among them."""
+    """The tiny student with the limits of the pictures of a run, and one picture of noise among them."""
     path = pictures(folder, 60)
     rows = dict(np.load(path))
-    twin = tiny_twin.folder(folder)
+    twin = ciphertext_student.folder(folder)
     place = twin / "config.json"
     config = json.loads(place.read_text())
     limits = {}
     x = torch.from_numpy(rows["x"]).float().permute(0, 3, 1, 2) / 127.5 - 1
-    widen_limits(limits, torch.nn.functional.interpolate(x, (tiny_twin.SIDE, tiny_twin.SIDE)))
+    widen_limits(limits, torch.nn.functional.interpolate(x, (ciphertext_student.SIDE, ciphertext_student.SIDE)))
     config["fedfm_polynomials"][ENTRY] = {name: 2 * limit for name, limit in limits.items()}
     place.write_text(json.dumps(config))
     rows["x"][3] = np.random.default_rng(0).integers(0, 2, rows["x"][3].shape) * 255

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import ciphertext_student
 import fedfm
-import tiny_twin
 
 COLOURS = {"ant": (230, 30, 30), "bee": (30, 230, 30), "cow": (30, 30, 230)}
 
@@ -23,11 +23,15 @@ def folder(tmp_path_factory):
                 noisy = np.array(colour) + rng.normal(0, 40, (height, width, 3))
                 picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
                 picture.save(root / "files" / split / name / f"{i:02}.png")
-                x.append(np.asarray(picture.resize((tiny_twin.SIDE, tiny_twin.SIDE), Image.Resampling.BILINEAR)))
+                x.append(
+                    np.asarray(
+                        picture.resize((ciphertext_student.SIDE, ciphertext_student.SIDE), Image.Resampling.BILINEAR)
+                    )
+                )
                 y.append(label)
                 splits.append(split)
     np.savez(root / "arrays.npz", x=np.stack(x), y=np.array(y), split=np.array(splits), classes=np.array([*COLOURS]))
-    tiny_twin.folder(root)
+    ciphertext_student.folder(root)
     return root
 
 

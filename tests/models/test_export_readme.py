@@ -30,7 +30,7 @@ from fedfm.models.export import export, merge
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from tiny_twins import make_twin
+from tiny_students import make_student
 
 pytestmark = pytest.mark.proof
 TEMPLATES = (("the {}.",), ("a {}.", "a photo of the {}."))
@@ -121,7 +121,7 @@ def few_bits(place: Path, form: str) -> Path:
 def made(place: Path, folder) -> dict[str, tuple]:
     """(model, form) by name."""
     twin = place / "twin"
-    make_twin("ijepa", twin)
+    make_student("ijepa", twin)
     plain = ModelSpec(str(twin), adaptation=AdaptationSpec("full"))
     small = {"widths": [4, 6], "blocks": [1, 2], "image_size": 8}
     found = {
@@ -194,7 +194,7 @@ def test_the_code_loads_what_was_exported(tmp_path, folder, tmp_path_factory):
         lines = how_to_load(model, to, tmp_path / "out" / name)
         code = re.findall(r"```python\n(.*?)```", "\n".join(lines), re.DOTALL)
         cases.append({"name": name, "code": "\n".join(code), "softmax": isinstance(model, DualModel)})
-        # Only what is neither of torch nor of transformers needs fedfm: a twin, and the ResNet before activation.
+        # Only what is neither of torch nor of transformers needs fedfm: a student, and the ResNet before activation.
         assert "fedfm" not in cases[-1]["code"] or is_polynomial_student(model.module) or name.startswith("resnet")
         if to != "torch" or name.removesuffix(" torch") in (*ENCODERS, "features"):
             batch, outputs = asked(model, w)

@@ -129,7 +129,7 @@ def test_a_row_outside_a_students_ranges_becomes_zeros_in_all_blocks():
         [[[[1.0, -2.0]], [[3.0, 0.0]]], [[[2.5, 0.0]], [[1.0, 1.0]]], [[[math.nan, 0.0]], [[1.0, 1.0]]]]
     )
     model = of_states(2, 1, 2, 1, ("a", "b"))
-    assert model.within_ranges(states) is states  # no twin
+    assert model.within_ranges(states) is states  # no student
     model.ranges = torch.tensor([2.0, 3.0])
     assert torch.equal(model.within_ranges(states), torch.cat([states[:1], torch.zeros(2, 2, 1, 2)]))
     near = model.within_ranges(states[:2], unit=torch.tensor([1.25, 1.0]))  # the ranges are 2.5 and 3

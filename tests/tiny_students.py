@@ -1,4 +1,4 @@
-"""Tiny transformers, and their twins by a distillation of a second or two, as folders."""
+"""Tiny transformers, and their students by a distillation of a second or two, as folders."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def full(folder: Path) -> Model:
     return load_model(spec, classes=CLASSES, kind="image", keep_head=True)
 
 
-def make_twin(kind: str, folder: Path, size: tuple[int, int] = (8, 8), polynomials: str = "scaled") -> Tensor:
-    """Write the twin of a :func:`tiny` model; returns the rows of the distillation, (32, 3, H, W)."""
+def make_student(kind: str, folder: Path, size: tuple[int, int] = (8, 8), polynomials: str = "scaled") -> Tensor:
+    """Write the student of a :func:`tiny` model; returns the rows of the distillation, (32, 3, H, W)."""
     start = tiny(kind, folder / "start", size)
     teacher, student, tamed = full(start), full(start), full(start)
     recipe = Recipe(polynomials=polynomials)

@@ -1,6 +1,6 @@
-"""A twin small enough to compute on ciphertexts in tests: 4 tokens, 2 blocks, width 8, random weights.
+"""A student small enough to compute on ciphertexts in tests: 4 tokens, 2 blocks, width 8, random weights.
 
-``tiny_twin.json`` holds its polynomials, measured on noisy pictures of one colour.
+``ciphertext_student.json`` holds its polynomials, measured on noisy pictures of one colour.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SIDE = 16
 
 
 def folder(where: Path) -> Path:
-    """The twin's folder; made once."""
+    """The student's folder; made once."""
     import transformers
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 

@@ -1,4 +1,4 @@
-"""A twin whose blocks are trained keeps its arguments in the intervals of its polynomials."""
+"""A student whose blocks are trained keeps its arguments in the intervals of its polynomials."""
 
 import math
 
@@ -17,13 +17,13 @@ from fedfm.runtime.after_run_checks import outside
 from fedfm.training import SGD, loop
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
-from tiny_twins import CLASSES, make_twin
+from tiny_students import CLASSES, make_student
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("twin") / "vit"
-    return folder, make_twin("vit", folder)
+    return folder, make_student("vit", folder)
 
 
 def load(folder, adaptation="full"):

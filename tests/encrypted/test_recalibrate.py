@@ -1,4 +1,4 @@
-"""fedfm distil of a model that is a twin already: intervals for other rows, without training."""
+"""fedfm distil of a model that is a student already: intervals for other rows, without training."""
 
 import json
 
@@ -18,13 +18,13 @@ from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from small import pictures
-from tiny_twins import tiny
+from tiny_students import tiny
 
 RECIPE = {"epochs": [6, 2, 2], "learning_rates": [5e-3, 1e-3, 1e-4], "batch_size": 8, "threads": 1}
 
 
 def drawings(path, n=96):
-    """Black strokes on white, far from the grey noise that the twin was made of."""
+    """Black strokes on white, far from the grey noise that the student was made of."""
     rng = np.random.default_rng(5)
     x = np.full((n, 8, 8, 3), 255, np.uint8)
     x[rng.random((n, 8, 8)) < 0.15] = 0
@@ -38,7 +38,7 @@ def drawings(path, n=96):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a twin, the rows that it was made of, and others."""
+    """A folder with a student, the rows that it was made of, and others."""
     folder = tmp_path_factory.mktemp("again")
     pictures(folder, 120, side=8)
     tiny("ijepa", folder / "start")
