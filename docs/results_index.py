@@ -39,7 +39,7 @@ PAGES = {
     ),
     "blindfed-vit-tiny": (
         "BlindFed with a ViT-tiny",
-        "its polynomial twin, one batch of encrypted pictures block by block, and Table 4",
+        "its polynomial student, one batch of encrypted pictures block by block, and Table 4",
     ),
     "blindfed-texts": ("BlindFed with texts", "a MiniLM's student on banking77, and one batch of encrypted texts"),
     "tasks": ("Tasks", "each task federated and with clients that train alone"),

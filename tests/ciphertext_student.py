@@ -20,7 +20,7 @@ def folder(where: Path) -> Path:
 
     from fedfm.models.quiet import quiet
 
-    out = where / "tiny-twin"
+    out = where / "tiny-student"
     if out.exists():
         return out
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():

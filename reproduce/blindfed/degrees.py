@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python reproduce/blindfed/degrees.py               # some minutes on one core
     OMP_NUM_THREADS=1 python reproduce/blindfed/degrees.py --only tamed  # the others keep their figures
 
-nano-vit with a head fitted on Fashion-MNIST is the teacher. Its twin gets the paper's polynomials (T_d for exp, the
+nano-vit with a head fitted on Fashion-MNIST is the teacher. Its student gets the paper's polynomials (T_d for exp, the
 iteration of Algorithm 1 on row sums over their largest for 1 / x) in place of one function or two, and learns for one
 epoch of the first stage: scores and states as the teacher's, Adam, batches of 16. The accuracy is that of the teacher's
-head on what the twin gives, without any clamp; a picture without numbers counts as wrong.
+head on what the student gives, without any clamp; a picture without numbers counts as wrong.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def score(taps: Taps, rows: Rows) -> dict[str, float]:
 
 
 def one(bench: Bench, kind: str, what: str, degree: int | str) -> dict[str, Any]:
-    """A twin at the swap, and after its epoch."""
+    """A student at the swap, and after its epoch."""
     base = bench.teacher if kind == "untamed" else bench.tamed
     distiller = Distiller(bench.load(bench.teacher), bench.load(base), Recipe(polynomials="paper"), new_head=False)
     others = GIVEN if kind == "tamed_all" else {}

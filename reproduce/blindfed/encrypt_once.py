@@ -1,13 +1,13 @@
-"""A twin on one batch of encrypted pictures, block by block, against the twin in the clear.
+"""A student on one batch of encrypted pictures, block by block, against the student in the clear.
 
     python reproduce/blindfed/encrypt_once.py .data/vit_tiny_fhe .data/cifar10.npz --head .data/vit_tiny_patch16_224
 
 Two processes: the holder of the rows and the owner of the model, joined by bytes, one core each. Every refresh goes
 through the holder. The pictures are the data's first test rows, as many as a ciphertext takes. After each block the
 encrypted states are opened here with the holder's key and compared with those of the module in float64; a real owner
-could not. ``--head`` names the model whose classifier reads the twin's features. A run that was killed goes on in the
-folder ``--work``; ``--so-far`` shows its blocks. ``--blocks`` ends after the first ones. The tables go to
-docs/results/blindfed-vit-tiny.md, to the marks that end with ``--mark``, unless there is ``--no-page``.
+could not. ``--head`` names the model whose classifier reads the student's features. A killed run continues from the
+folder ``--work``; ``--so-far`` shows its blocks. ``--blocks`` sets the number of blocks. The tables replace those in
+docs/results/blindfed-vit-tiny.md between the marks that end with ``--mark``, unless ``--no-page`` is given.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def report(
             said, says = head(want), head(got)
         found += [
             ("logits: largest error", float((says - said).abs().max()), None),
-            ("same class of the clear twin, of all", int((says.argmax(1) == said.argmax(1)).sum()), n),
+            ("same class of the clear student, of all", int((says.argmax(1) == said.argmax(1)).sum()), n),
         ]
     whole = [{"": what, "measured": x, "planned": y} for what, x, y in found]
     print(table(lines), table(whole), sep="\n\n")

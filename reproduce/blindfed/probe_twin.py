@@ -1,4 +1,4 @@
-r"""Linear probes of a twin and of its teacher, and the twin's violations, on rows of several sets.
+r"""Linear probes of a student and of its teacher, and the student's violations, on rows of several sets.
 
     python reproduce/blindfed/probe_twin.py .data/vit_tiny_fhe .data/vit_tiny_patch16_224 \
         .data/tiny_imagenet50.npz .data/cifar10.npz .data/pacs.npz
@@ -79,7 +79,7 @@ def main() -> None:
         twin, lost, outside, total = probe_results(a.twin, data, train, test)
         line |= {
             "teacher, %": 100 * teacher.mean(),
-            "twin, %": 100 * twin.mean(),
+            "student, %": 100 * twin.mean(),
             "rows without numbers, %": 100 * lost,
         }
         line |= {"outside, of a million": 1e6 * outside / total}

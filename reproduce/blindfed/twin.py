@@ -6,7 +6,7 @@
 Linear probes of both on the same folds: standardised features and a logistic regression, C chosen on a fifth of each
 fold's training rows. Every picture of a set is scored once a repetition, by a probe that was not fitted to it; a
 difference is paired, picture by picture, so that its standard error is that of a mean of differences. Held out are
-pictures that were used neither for nano-vit nor for its twin.
+pictures that were used neither for nano-vit nor for its student.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TITLES = {
     "brain_mri": "brain MRI",
 }
 WHO = {
-    "trained": "nano-vit and the twin were trained on them",
+    "trained": "nano-vit and the student were trained on them",
     "held_out": "held out",
     "jpeg": "held out, of the official test set, JPEG",
     "unseen": "held out, as is the whole set",
@@ -185,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of raw sets")
     parser.add_argument("--only", nargs="+", choices=TITLES, help="these sets; the others keep their figures")
-    parser.add_argument("--twin", default="nano-vit-fhe", help="another twin: the page stays as it is")
+    parser.add_argument("--twin", default="nano-vit-fhe", help="another student: the page stays as it is")
     parser.add_argument("--repeats", type=int, default=2, help="of the division into folds")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="sklearn")

@@ -134,7 +134,7 @@ def test_another_foundation_is_refused_before_the_data_are_read(foundation, reas
 def test_clients_do_not_receive_the_models_name(tmp_path):
     e = Experiment.from_dict(experiment(tmp_path, {"encryption": "ckks"}))
     told = e.for_clients().to_toml()
-    assert "tiny-twin" not in told
+    assert "tiny-student" not in told
     assert "[model]" not in told
     again = Experiment.from_dict(__import__("tomllib").loads(told))
     assert populate(again).client_model is None
@@ -246,4 +246,4 @@ def test_a_simulation_is_checked_for_what_encryption_refuses(tmp_path, capsys):
     for command in ("check", "run"):
         more = [] if command == "check" else ["--out", str(tmp_path / "run")]
         assert main([command, str(tmp_path / "exp.toml"), *more]) == 2
-        assert 'tiny-twin": 0.20% of the arguments' in capsys.readouterr().err
+        assert 'tiny-student": 0.20% of the arguments' in capsys.readouterr().err

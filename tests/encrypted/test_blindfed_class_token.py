@@ -23,7 +23,7 @@ from fedfm.encrypted.protocol.masked import in_one_place
 @pytest.fixture(scope="module", params=[(4, 12), (8, 8)], ids=["4 tokens", "5 tokens"])
 def twin(tmp_path_factory, request):
     """Folder of a ViT of three or four patches and a class token, and the pictures that it was distilled on."""
-    folder = tmp_path_factory.mktemp("twin")
+    folder = tmp_path_factory.mktemp("student")
     return folder, make_student("vit", folder, size=request.param)
 
 

@@ -20,7 +20,7 @@ from small import pictures
 
 def experiment(folder, **method):
     local = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}
-    keys = {"name": "blindfed", "foundation": str(folder / "tiny-twin"), "rounds": 3, "released": "grid"}
+    keys = {"name": "blindfed", "foundation": str(folder / "tiny-student"), "rounds": 3, "released": "grid"}
     return {
         "data": {"path": str(folder / "pictures.npz"), "partition": {"name": "iid", "clients": 2}},
         "method": keys | {"local": local} | method,

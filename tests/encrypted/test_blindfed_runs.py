@@ -316,4 +316,4 @@ def test_a_deployed_run_is_as_accurate_and_sites_get_no_model_name(clear, tmp_pa
     assert result["excluded"] == []
     told = [p.read_text() for p in (tmp_path / "run" / "private" / "deployment").rglob("site.json")]
     assert len(told) == 2
-    assert all("tiny-twin" not in text and "[model]" not in text for text in told)
+    assert all("tiny-student" not in text and "[model]" not in text for text in told)

@@ -273,8 +273,8 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
     assert sum(outside for outside, _ in derived_modules.violations(d.student.model.module).values()) == 0
     d.put(good)
     finish(d, lambda: [rows], 0.0)
-    save(d.student.model, tmp_path / "twin", new_head=True)
-    again = load(tmp_path / "twin")
+    save(d.student.model, tmp_path / "student", new_head=True)
+    again = load(tmp_path / "student")
     assert conversion.is_polynomial_student(again.module)
     with torch.no_grad():
         got = again.module.base_model(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state
@@ -282,7 +282,7 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
     assert want.isfinite().all()
     with pytest.raises(InputError, match="'bert' cannot run encrypted"):
         conversion.fold(again.module)
-    plain = transformers.AutoModel.from_pretrained(tmp_path / "twin").eval()
+    plain = transformers.AutoModel.from_pretrained(tmp_path / "student").eval()
     with torch.no_grad():
         exact = plain(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state
     assert 1e-6 < float((got - exact).abs().max()) < 1

@@ -47,7 +47,7 @@ def toml(place, folder, **changes):
 @pytest.fixture(scope="module")
 def whole(place, tmp_path_factory):
     """(folder, result, lines) of an undisturbed distillation."""
-    folder, seen = tmp_path_factory.mktemp("whole") / "twin", Lines()
+    folder, seen = tmp_path_factory.mktemp("whole") / "student", Lines()
     return folder, distil(tables(place), folder, watcher=seen), seen.lines
 
 
@@ -85,20 +85,20 @@ def test_the_folder_is_a_student(whole):
 def test_an_interrupted_one_goes_on_to_the_same_bits(place, whole, tmp_path, steps):
     """12 steps an epoch: in the tame stage, at its last epoch, and in both later stages."""
     with pytest.raises(KeyboardInterrupt):
-        distil(tables(place), tmp_path / "twin", watcher=Lines(steps))
+        distil(tables(place), tmp_path / "student", watcher=Lines(steps))
     with pytest.raises(InputError, match=r"is not finished: continue the `fedfm distil` that began it"):
-        load_model(ModelSpec(str(tmp_path / "twin")), classes=("a",), kind="image")
+        load_model(ModelSpec(str(tmp_path / "student")), classes=("a",), kind="image")
     seen = Lines()
-    result = distil(tables(place), tmp_path / "twin", watcher=seen)
+    result = distil(tables(place), tmp_path / "student", watcher=seen)
     assert result["params_sha256"] == whole[1]["params_sha256"]
     assert len(seen.lines) == 10 - (steps - 1) // 12
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "twin" / name).read_bytes() == (whole[0] / name).read_bytes()
+        assert (tmp_path / "student" / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
 @pytest.mark.proof
 def test_a_killed_process_goes_on(place, whole, tmp_path, capsys):
-    out = tmp_path / "twin"
+    out = tmp_path / "student"
     kill_after_an_epoch("distil", toml(place, tmp_path), out)
     code, text, _ = call(capsys, "distil", tmp_path / "twin.toml", "--out", out, "--format", "json")
     assert code == 0
@@ -131,8 +131,8 @@ def test_a_model_with_its_own_head_keeps_it(place, tmp_path):
         "model": {"name": str(tmp_path / "start")},
         "distil": {"epochs": [6, 1, 0]},
     }
-    result = distil(tables(place, **changes), tmp_path / "twin")
-    spec = ModelSpec(str(tmp_path / "twin"), adaptation=AdaptationSpec("full"))
+    result = distil(tables(place, **changes), tmp_path / "student")
+    spec = ModelSpec(str(tmp_path / "student"), adaptation=AdaptationSpec("full"))
     classes = ("ant", "bee", "cow")
     twin = load_model(spec, classes=classes, kind="image", keep_head=True)
     assert twin.new == ()
@@ -142,7 +142,7 @@ def test_a_model_with_its_own_head_keeps_it(place, tmp_path):
 
 
 def test_the_papers_polynomials(place, tmp_path):
-    result = distil(tables(place, distil={"polynomials": "paper", "epochs": [6, 0, 1]}), tmp_path / "twin")
+    result = distil(tables(place, distil={"polynomials": "paper", "epochs": [6, 0, 1]}), tmp_path / "student")
     assert {block["exp"]["degree"] for block in result["blocks"]} == {6}
     assert {block["inverse"]["steps"] for block in result["blocks"]} == {7}
 
@@ -164,11 +164,11 @@ def test_the_papers_polynomials(place, tmp_path):
     ],
 )
 def test_invalid_distillations_are_refused(place, tmp_path, capsys, changes, says):
-    code, _, err = call(capsys, "distil", toml(place, tmp_path, **changes), "--out", tmp_path / "twin")
+    code, _, err = call(capsys, "distil", toml(place, tmp_path, **changes), "--out", tmp_path / "student")
     assert code == 2
     with pytest.raises(InputError, match=says):
         raise InputError(err)
-    assert not (tmp_path / "twin").exists()
+    assert not (tmp_path / "student").exists()
 
 
 def test_a_student_outside_its_intervals_gives_a_notice(whole):

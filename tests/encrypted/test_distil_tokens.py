@@ -98,11 +98,11 @@ def test_tokens_that_cannot_change(tmp_path):
 
 @pytest.mark.proof
 def test_a_student_of_smaller_images_without_a_class_token(place, tmp_path):
-    result = distil(tables(place), tmp_path / "twin")
-    config = json.loads((tmp_path / "twin" / "config.json").read_text())
+    result = distil(tables(place), tmp_path / "student")
+    config = json.loads((tmp_path / "student" / "config.json").read_text())
     assert (config["model_type"], config["image_size"]) == ("ijepa", 8)
-    assert json.loads((tmp_path / "twin" / "preprocessor_config.json").read_text())["size"]["width"] == 8
-    spec = ModelSpec(str(tmp_path / "twin"), adaptation=AdaptationSpec("full"))
+    assert json.loads((tmp_path / "student" / "preprocessor_config.json").read_text())["size"]["width"] == 8
+    spec = ModelSpec(str(tmp_path / "student"), adaptation=AdaptationSpec("full"))
     twin = load_model(spec, classes=("x", "y"), kind="image")
     fhe = conversion.fold(twin.module) if result["outside"] <= conversion.MOST_OUTSIDE else None
     assert fhe is None or fhe.positions.shape == (4, 8)
@@ -178,7 +178,7 @@ def test_views_of_texts_are_refused(tmp_path):
     save_bert(tmp_path / "bert")
     table = {"data": {"path": str(tmp_path / "rows.csv")}, "model": {"name": str(tmp_path / "bert")}}
     with pytest.raises(InputError, match=r"distil.views = 2: .*rows.csv contains no images"):
-        distil(table | {"distil": {"views": 2}}, tmp_path / "twin")
+        distil(table | {"distil": {"views": 2}}, tmp_path / "student")
 
 
 @pytest.mark.parametrize("bad", ["views = 0", "decay = 0.0", "ramp = 1.5", "image_size = 0", "class_token = 1"])

@@ -30,7 +30,7 @@ def load(folder, adaptation="full", **spec):
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
     """A student with 4 tokens, width 8 and 2 blocks, and rows."""
-    folder = tmp_path_factory.mktemp("twin") / "ijepa"
+    folder = tmp_path_factory.mktemp("student") / "ijepa"
     x = make_student("ijepa", folder)
     return folder, x
 

@@ -171,7 +171,7 @@ def test_measuring_again_widens_limits_and_gives_none_to_a_student_without():
 
 def test_a_damaged_limit_is_refused(tmp_path):
     asked = limited(tmp_path)
-    place = tmp_path / "tiny-twin" / "config.json"
+    place = tmp_path / "tiny-student" / "config.json"
     config = json.loads(place.read_text())
     config["fedfm_polynomials"][ENTRY] = {"grain": "much"}
     place.write_text(json.dumps(config))

@@ -43,14 +43,14 @@ def place(tmp_path_factory):
     pictures(folder, 120, side=8)
     tiny("ijepa", folder / "start")
     known = {"data": {"path": str(folder / "pictures.npz")}, "model": {"name": str(folder / "start")}}
-    distil(known | {"distil": RECIPE}, folder / "twin")
+    distil(known | {"distil": RECIPE}, folder / "student")
     drawings(folder / "drawings.npz")
     return folder
 
 
 def again(place, folder, **recipe):
     path = folder / "again.toml"
-    tables = {"data": {"path": str(place / "drawings.npz")}, "model": {"name": str(place / "twin")}}
+    tables = {"data": {"path": str(place / "drawings.npz")}, "model": {"name": str(place / "student")}}
     path.write_text(to_toml(tables | {"distil": {"epochs": [0, 0, 0], "threads": 1} | recipe}))
     return path
 
@@ -75,10 +75,10 @@ def blocks(folder):
 
 @pytest.mark.proof
 def test_other_rows_have_numbers_and_the_first_ones_keep_theirs(place, tmp_path, capsys):
-    was, far = features(place / "twin", place / "drawings.npz")
+    was, far = features(place / "student", place / "drawings.npz")
     lost = int((~was.isfinite().all(1)).sum())
     assert lost or far
-    old, _ = features(place / "twin", place / "pictures.npz")
+    old, _ = features(place / "student", place / "pictures.npz")
     code = main(["distil", str(again(place, tmp_path)), "--out", str(tmp_path / "wide"), "--format", "json"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0
@@ -92,9 +92,9 @@ def test_other_rows_have_numbers_and_the_first_ones_keep_theirs(place, tmp_path,
     kept, outside = features(tmp_path / "wide", place / "pictures.npz")
     assert outside < 1e-3
     torch.testing.assert_close(kept, old, rtol=0.02, atol=0.02)
-    same = [(f / "model.safetensors").read_bytes() for f in (place / "twin", tmp_path / "wide")]
+    same = [(f / "model.safetensors").read_bytes() for f in (place / "student", tmp_path / "wide")]
     assert same[0] == same[1]
-    for before, after in zip(blocks(place / "twin"), blocks(tmp_path / "wide"), strict=True):
+    for before, after in zip(blocks(place / "student"), blocks(tmp_path / "wide"), strict=True):
         for part in ("exp", "gelu"):
             (a, b), (c, d) = before[part]["interval"], after[part]["interval"]
             assert c <= a < b <= d
@@ -110,7 +110,7 @@ def test_measuring_twice_changes_nothing_and_the_table_lists_changes(place, tmp_
     assert "measured again on 64 rows" in said
     assert "32 held-out rows" in said
     assert "rows whose features overflow" in said
-    path.write_text(path.read_text().replace(str(place / "twin"), str(tmp_path / "wide")))
+    path.write_text(path.read_text().replace(str(place / "student"), str(tmp_path / "wide")))
     assert main(["distil", str(path), "--out", str(tmp_path / "same")]) == 0
     for a, b in zip(blocks(tmp_path / "wide"), blocks(tmp_path / "same"), strict=True):
         assert a == b

@@ -22,7 +22,7 @@ from tiny_students import CLASSES, make_student
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("twin") / "vit"
+    folder = tmp_path_factory.mktemp("student") / "vit"
     return folder, make_student("vit", folder)
 
 

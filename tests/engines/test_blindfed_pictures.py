@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 def experiment(folder, data, clients=2, **method):
     local = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}
-    keys = {"name": "blindfed", "foundation": str(folder / "tiny-twin"), "rounds": 3, "released": "grid"}
+    keys = {"name": "blindfed", "foundation": str(folder / "tiny-student"), "rounds": 3, "released": "grid"}
     return {
         "data": {"path": str(folder / data), "partition": {"name": "iid", "clients": clients}},
         "method": keys | {"local": local} | method,

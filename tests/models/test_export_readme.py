@@ -120,7 +120,7 @@ def few_bits(place: Path, form: str) -> Path:
 
 def made(place: Path, folder) -> dict[str, tuple]:
     """(model, form) by name."""
-    twin = place / "twin"
+    twin = place / "student"
     make_student("ijepa", twin)
     plain = ModelSpec(str(twin), adaptation=AdaptationSpec("full"))
     small = {"widths": [4, 6], "blocks": [1, 2], "image_size": 8}

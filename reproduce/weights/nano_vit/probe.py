@@ -35,7 +35,7 @@ def pixels(processor: Callable, x: np.ndarray) -> Tensor:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The backbone; a twin with polynomials needs fedfm to compute them."""
+    """The backbone; a student with polynomials needs fedfm to compute them."""
     model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     if hasattr(model.config, "fedfm_polynomials"):
         from fedfm.encrypted.student import conversion

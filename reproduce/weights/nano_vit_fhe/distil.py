@@ -1,4 +1,4 @@
-"""Distil nano-vit into nano-vit-fhe, its twin with polynomials, on one CPU thread.
+"""Distil nano-vit into nano-vit-fhe, its student with polynomials, on one CPU thread.
 
 The recipe is that of `fedfm distil` (fedfm.encrypted.student.distillation_loss), with two differences that a folder of
 settings cannot say: the rows are augmented as nano-vit's own were, so that its features outside photographs are kept
