@@ -1,4 +1,4 @@
-"""Shared by all tests: where they find each other, one thread, no network, no waiting for the disk."""
+"""Fixtures of all tests: import paths, one thread, no network, and no waiting for the disk."""
 
 import gc
 import hashlib

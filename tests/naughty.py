@@ -1,4 +1,4 @@
-"""A method whose clients do what a file tells them: for tests that reach into other processes."""
+"""A method whose clients misbehave as a file instructs them: for tests that reach into other processes."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A model with one number: f_k(w) = mean over the client's rows of (w - a)^2 / 2. Everything can be worked by hand."""
+"""A model with one number: f_k(w) = mean over the client's rows of (w - a)^2 / 2. Tests compute results by hand."""
 
 from __future__ import annotations
 

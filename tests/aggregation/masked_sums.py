@@ -1,4 +1,4 @@
-"""A federation whose clients make a mean of vectors, over a link that drops, changes and keeps messages."""
+"""A federation whose clients compute a mean of vectors, over a link that drops, changes and stores messages."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

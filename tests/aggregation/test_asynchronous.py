@@ -1,4 +1,4 @@
-"""Buffered asynchronous rounds: against an event queue by hand, and what they leave alone."""
+"""Buffered asynchronous rounds against a hand-written event queue, and settings that they refuse."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Secure aggregation against servers and clients that depart from the protocol: each is refused, with its name."""
+"""Secure aggregation against servers and clients that violate the protocol: each is refused and named."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which protection, with a price: every option is an experiment whose run costs what the advice says."""
+"""`fedfm advise`: every option is an experiment, and its run has the price that the advice states."""
 
 import json
 import math

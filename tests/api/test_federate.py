@@ -1,4 +1,4 @@
-"""fedfm.federate: modules of one's own, and a Hugging Face Trainer, against loops written by hand."""
+"""fedfm.federate: a user's modules, and a Hugging Face Trainer, against hand-written loops."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Intervals over seeds: within what a figure can be, around its mean, and never narrower than its test rows allow."""
+"""Intervals over seeds stay within a figure's range, contain its mean, and are as wide as the test rows require."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A client leaves a finished run: the rest is what a run without the client would have been, and a claim is tested."""
+"""A client leaves a finished run: the new run equals one without the client, and an audit tests the certificate."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Hidden sums of a client that gave none never follow from those that the others gave, in whatever order they came."""
+"""Hidden sums of a client that opened none never follow from the sums that others opened, in any order."""
 
 import json
 from types import SimpleNamespace

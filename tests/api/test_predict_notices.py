@@ -1,4 +1,4 @@
-"""What a prediction says: rows that share an id, and nothing that the run has said and that no longer holds."""
+"""Notices of a prediction: rows that share an id, and no notice of the run that is repeated or no longer true."""
 
 from __future__ import annotations
 

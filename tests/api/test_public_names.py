@@ -1,4 +1,4 @@
-"""What `import fedfm` offers, and that each command is there in Python."""
+"""The public names of `import fedfm`, and a Python function for every command."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What each client brought: Shapley values against their definition, and against true retraining."""
+"""`fedfm worth`: Shapley values against their definition, and against true retraining."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Clients of hidden sums are valued by their own sums, which each gives in a file of its own, and by nothing else."""
+"""Clients of hidden sums are valued only by their own sums, which each client writes into a file."""
 
 from itertools import combinations
 from math import factorial

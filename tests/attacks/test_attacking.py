@@ -1,4 +1,4 @@
-"""Attacks by clients: who attacks, what they change, and what stays clean."""
+"""Attacks by clients: which clients attack, what they change, and which data stay clean."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""Extraction of a foundation model from what it was mixed into: by hand, against naive algebra, on random lines."""
+"""Extraction of a foundation model from mixed models: by hand, against naive algebra, and on random lines."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Audits of runs end to end: what leaks is found, what is protected is not accused, nothing in the run is touched."""
+"""Audits of complete runs: leaks are found, protected runs are not accused, and the files of the run stay unchanged."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Audits of the methods that train at clients: what leaks is found, a model that saw nothing is not accused."""
+"""Audits of the methods that train at clients: leaks are found, and a model that saw no rows is not accused."""
 
 import json
 

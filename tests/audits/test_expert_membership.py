@@ -1,4 +1,4 @@
-"""Membership inference on FedMS's experts and FedPGP's prompts, beside scikit-learn's AUC."""
+"""Membership inference on FedMS's experts and FedPGP's prompts, against scikit-learn's AUC."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What every attack on membership, and every test of a claimed epsilon, says of its figures."""
+"""The findings that every attack on membership, and every test of a claimed epsilon, derives from its scores."""
 
 import math
 

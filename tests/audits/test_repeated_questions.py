@@ -1,4 +1,4 @@
-"""An audit of the run's own messages: honest runs of every kind ask once, and what is asked again is counted."""
+"""An audit of the messages of a run: honest runs repeat no request, and repeated requests are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What task vectors give away: the attacks against closed cases, the audit on runs that leak and on others."""
+"""The disclosure by task vectors: attacks against closed cases, and audits of runs with and without leaks."""
 
 import itertools
 import json

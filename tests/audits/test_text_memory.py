@@ -1,4 +1,4 @@
-"""What language models remember: canaries and regurgitation, against generation itself and against uniform ranks."""
+"""Memorisation by language models: canaries and regurgitation, against real generation and uniform ranks."""
 
 import math
 

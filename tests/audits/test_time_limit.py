@@ -1,4 +1,4 @@
-"""The time of an audit: cheap attacks first, findings kept as they come, what is left out named."""
+"""The time limit of an audit: cheap attacks run first, findings are kept, and attacks that were left out are named."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""`fedfm check` reads rows and model, and says what a run will take."""
+"""`fedfm check` reads rows and model, and states what a run will cost."""
 
 import json
 import sys

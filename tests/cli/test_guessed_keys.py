@@ -1,4 +1,4 @@
-"""Keys that everybody guesses are understood, and `fedfm show` prints TOML."""
+"""Frequently guessed keys are understood, and `fedfm show` prints TOML."""
 
 import tomllib
 

@@ -1,4 +1,4 @@
-"""What commands write over, what they say of a run that is not whole, and how a stopped study goes on."""
+"""Which files commands overwrite, how they report an incomplete run, and how a stopped study continues."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A run directory from elsewhere may have pipes and devices in place of files: no command waits for what they hold."""
+"""A run directory from elsewhere may contain pipes and devices in place of files: no command waits for them."""
 
 import os
 import shutil

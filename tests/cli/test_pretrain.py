@@ -1,4 +1,4 @@
-"""fedfm pretrain, as a user types it: the folder, a kill and the way on, what is refused."""
+"""`fedfm pretrain` from the command line: its folder, a resume after a kill, and its refusals."""
 
 import json
 from pathlib import Path

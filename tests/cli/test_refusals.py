@@ -1,4 +1,4 @@
-"""What the command line says of wrong input: rules for all commands, and the refusals that come before long work."""
+"""Refusals of wrong input by the command line: rules for all commands, and refusals before long computations."""
 
 import argparse
 import ast

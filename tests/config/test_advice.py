@@ -1,4 +1,4 @@
-"""What a notice or an error advises, the same experiment takes."""
+"""An experiment accepts every change that one of its notices or errors advises."""
 
 import copy
 

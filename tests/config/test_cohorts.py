@@ -1,4 +1,4 @@
-"""Rules on the number of clients are said before anybody connects where files name them; so is that nobody scores."""
+"""Before any silo connects, a run reports violated rules on numbers of clients, and that no client can score."""
 
 import numpy as np
 import pytest

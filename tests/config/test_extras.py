@@ -1,4 +1,4 @@
-"""What an optional package is needed for is refused with the name of its extra, before a run starts."""
+"""Settings that need an absent package are refused before a run starts, with the name of the package's extra."""
 
 import importlib.util
 import subprocess

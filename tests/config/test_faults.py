@@ -1,4 +1,4 @@
-"""All faults of a file in one message: none is lost, and none is made up."""
+"""One message contains all faults of a file, and only these."""
 
 import re
 

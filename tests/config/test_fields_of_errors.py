@@ -1,4 +1,4 @@
-"""What a program makes of a refusal comes from its fields: with every message replaced by one word it is the same."""
+"""Programs use only the fields of a refusal: if every message is the same word, they behave the same."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""One file for several methods: what only the replaced method takes is left out, with a line; all else is refused."""
+"""One file for several methods: keys of a replaced method are left out with a notice, and other keys are refused."""
 
 import dataclasses
 

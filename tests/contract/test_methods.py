@@ -1,4 +1,4 @@
-"""What every method keeps, over all that are found."""
+"""The contract that every registered method has to fulfil."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""What `make test` takes of many combinations."""
+"""Which combinations of parameters `make test` runs."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The trunk does without its wings: a run of another method loads none of their modules."""
+"""A run of any other method loads no module of `encrypted/` or `sites/`."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Freed memory that a process keeps."""
+"""The memory that a process keeps after it was freed."""
 
 import subprocess
 import sys

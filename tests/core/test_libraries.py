@@ -1,4 +1,4 @@
-"""Whose error it is: a library's becomes a line about the input, a defect of ours stays one."""
+"""Errors of libraries become a line about the input; a defect of fedfm stays a defect."""
 
 import pytest
 import torch

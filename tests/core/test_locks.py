@@ -1,4 +1,4 @@
-"""Folders that several processes want at the same moment: one has it, and the others leave every byte as it is."""
+"""Locks on folders: one of several processes owns a folder, and the others change no byte of it."""
 
 import hashlib
 import os

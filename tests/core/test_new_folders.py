@@ -1,4 +1,4 @@
-"""A new folder gets all of its files or none that a program could take for the whole."""
+"""A new folder gets all of its files, or none that a program could mistake for a complete folder."""
 
 import os
 import signal

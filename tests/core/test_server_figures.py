@@ -1,4 +1,4 @@
-"""The names of the server's own figures: whole, and out of clients' reach."""
+"""Names of the server's own figures: they are complete, and clients cannot set them."""
 
 import json
 

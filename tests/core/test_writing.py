@@ -1,4 +1,4 @@
-"""What others read: strict JSON, and text that does nothing to a terminal."""
+"""Output for other programs: strict JSON, and text that cannot control a terminal."""
 
 import json
 import math

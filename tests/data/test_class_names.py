@@ -1,4 +1,4 @@
-"""Names of classes that nobody can tell apart are one class, in every format and in every list of names."""
+"""Names of classes that look the same are one class, in every format and in every list of names."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations and preferences in files: what a good file gives, and what a bad one is told."""
+"""Conversations and preferences in files: the rows of good files, and the refusals of bad ones."""
 
 from __future__ import annotations
 

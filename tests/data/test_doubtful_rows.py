@@ -1,4 +1,4 @@
-"""Files that read well and were probably meant otherwise are refused, or a notice says how they are read."""
+"""Files whose text has two possible readings are refused, or a notice names the reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices of rows that are probably not what was meant, and of rows that were."""
+"""Notices about rows that look like a mistake, and none about other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real sets, written in the formats that users have, are read back as they are."""
+"""Real data sets, written in the formats of users, are read back unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that reading would join, round or leave out: each is refused, or said in a line."""
+"""Values that reading would join, round or leave out are refused, or a notice names them."""
 
 from __future__ import annotations
 

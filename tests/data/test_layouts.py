@@ -1,4 +1,4 @@
-"""Files in the layouts that the world has, and what is said of what is not read."""
+"""Files in common layouts, and the notices about columns and files that are not read."""
 
 from __future__ import annotations
 

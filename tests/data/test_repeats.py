@@ -1,4 +1,4 @@
-"""Test and validation rows that are training rows, too, and those that only look as if."""
+"""Test and validation rows that are also training rows, and rows that only look like it."""
 
 from __future__ import annotations
 

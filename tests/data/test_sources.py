@@ -1,4 +1,4 @@
-"""Every source: what a good file gives, and what a bad one is told."""
+"""Every source: the rows of a good file, and the refusal of a bad one."""
 
 from __future__ import annotations
 

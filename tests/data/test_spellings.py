@@ -1,4 +1,4 @@
-"""What other programs write of roles, contents, systems, labels, marks and class names is read as it was meant."""
+"""Other programs' spellings of roles, contents, systems, labels, marks and class names are read as intended."""
 
 from __future__ import annotations
 

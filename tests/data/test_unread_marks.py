@@ -1,4 +1,4 @@
-"""Columns and files that say something of the rows and are not read; clients and classes that do not fit together."""
+"""Columns and files that describe the rows and are not read; clients and classes that do not match."""
 
 from __future__ import annotations
 

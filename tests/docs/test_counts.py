@@ -1,4 +1,4 @@
-"""The documents count nothing that the code can count, and name all that there is of a kind."""
+"""The documents contain no number that the code can count, and name every member of a list."""
 
 import re
 from pathlib import Path

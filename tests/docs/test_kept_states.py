@@ -1,4 +1,4 @@
-"""What ``reproduce/`` keeps of a frozen model's states is what the model gives."""
+"""The states of a frozen model that `reproduce/` stores equal those of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/models.md says what the trials found."""
+"""docs/reference/models.md states the results of the trials."""
 
 import json
 import sys

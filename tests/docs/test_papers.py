@@ -1,4 +1,4 @@
-"""`fedfm show` lists every default that is not the paper's, with the reason."""
+"""`fedfm show` lists every default that differs from the paper's, with the reason."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Audits of double-blind runs: "permuted" leaks what it should hide, "masked" what it says."""
+"""Audits of double-blind runs: each protocol discloses what its documentation states."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""BlindFed's orders by hand, its refusals, and what clients keep."""
+"""BlindFed's orders by hand, its refusals, and the state that clients keep."""
 
 import json
 

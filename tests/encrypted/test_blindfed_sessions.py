@@ -1,4 +1,4 @@
-"""What a client sends first: evaluation keys with a tag, for the ring that the server names."""
+"""A client's first message: evaluation keys with a tag, for the ring that the server names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Messages with ciphertexts: what goes in comes out, and all else is refused before it is used (gate K7)."""
+"""Messages with ciphertexts: they are decoded unchanged, and all others are refused before use (gate K7)."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""fedfm distil, as a user types it: the folder, the table, a kill and the way on, what is refused."""
+"""`fedfm distil` from the command line: its folder, its table, a resume after a kill, and its refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Secret orders of samples under encryption, against numpy's."""
+"""Secret orders of samples under encryption, against orders by NumPy."""
 
 import numpy as np
 import pytest

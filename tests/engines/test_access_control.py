@@ -1,4 +1,4 @@
-"""Who may do what: the SuperLink's gate, the nodes' names, the bundles that a silo runs, the workers that it keeps."""
+"""Access control: the SuperLink's gate, the nodes' names, a silo's bundles, and the workers that it keeps."""
 
 import asyncio
 import datetime

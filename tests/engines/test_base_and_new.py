@@ -1,4 +1,4 @@
-"""Accuracies on base and new classes, beside a count over what `fedfm predict` says."""
+"""Accuracies on base and new classes, against counts from the output of `fedfm predict`."""
 
 import json
 

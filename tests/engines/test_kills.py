@@ -1,4 +1,4 @@
-"""Workers that are killed: what they were at is done again, to the same bits; who kills its own is left out alone."""
+"""Killed workers: their tasks are repeated with the same bits; a client that kills its own worker is excluded."""
 
 import json
 import os

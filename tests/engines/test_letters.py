@@ -1,4 +1,4 @@
-"""Letters: what opens, and who can open it."""
+"""Letters of the engine `folder`: which letters open, and for whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server and silos that have networks of their own: what a silo's network reaches of the server, and what not."""
+"""A server and silos in separate networks: which interfaces of the server a silo can reach."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The command that waits for a ServerApp: whose lock it sees, and what it says of silos that were waited for."""
+"""The command that waits for a ServerApp: which locks it recognises, and how it reports awaited silos."""
 
 from types import SimpleNamespace
 

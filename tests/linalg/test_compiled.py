@@ -1,4 +1,4 @@
-"""For which processor loops are compiled."""
+"""The processor features for which loops are compiled."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Vectors that do not fit into memory together: where they lie, and that they are the same."""
+"""Vectors that together exceed the memory: where they are stored, and that their values are the same."""
 
 import errno
 import functools

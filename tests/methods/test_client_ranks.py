@@ -1,4 +1,4 @@
-"""Ranks are listed by the order of names, so it is said who has which, and who leaves moves nobody else's."""
+"""Ranks follow the order of the clients' names: a notice lists them, and a client that leaves changes no other rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedPFT: what is sent, what the server makes of it, and what it refuses."""
+"""FedPFT: its messages, the head that the server fits to them, and its refusals."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Theorem 4.2: the hand-worked numbers, and divergences that are known."""
+"""Theorem 4.2: numbers worked by hand, and known divergences."""
 
 import numpy as np
 import pytest

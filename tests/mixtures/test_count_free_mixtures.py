@@ -1,4 +1,4 @@
-"""Mixtures on grids that do not depend on how many rows they were fitted to."""
+"""Mixtures on grids that do not depend on the number of rows to which they were fitted."""
 
 import itertools
 

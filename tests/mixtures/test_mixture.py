@@ -1,4 +1,4 @@
-"""A mixture as a value: moments of its draws, its density, what is not a mixture."""
+"""A mixture as a value: moments of its draws, its density, and its refusals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Heads of families without a bias, and the bias that they get for methods that fit one."""
+"""Heads of families without a bias get one for methods that fit a bias."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A frozen network beside a model of two encoders: the features that it gives of the original pictures."""
+"""A frozen network next to a model of two encoders: its features of the original images."""
 
 import pytest
 import torch

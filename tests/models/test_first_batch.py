@@ -1,4 +1,4 @@
-"""The look at a model before its first round."""
+"""The checks of a model before its first round."""
 
 import dataclasses
 

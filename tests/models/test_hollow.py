@@ -1,4 +1,4 @@
-"""A server that judges nothing loads no frozen weights, and ends with the same bits."""
+"""A server that evaluates nothing loads no frozen weights, and ends with the same bits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What every family of models has to do."""
+"""The properties that every family of models must have."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What of a foundation model mixes with what: an explicit table, checked line by line on real families."""
+"""Which tensors of a foundation model are mixed with which: an explicit table, checked on real families."""
 
 import pytest
 import torch

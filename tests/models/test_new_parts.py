@@ -1,4 +1,4 @@
-"""What of a model is new is said where it is much, and refused where it is more than a head."""
+"""A large untrained part of a model gets a notice, and one larger than a head is refused."""
 
 import shutil
 

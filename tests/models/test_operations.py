@@ -1,4 +1,4 @@
-"""Multiply-accumulates against sums written out by hand, and against torch's own counter where it counts."""
+"""Multiply-accumulates against hand-written sums, and against torch's own counter where it counts them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Encoders of pictures for which transformers has no classifier."""
+"""Image encoders for which transformers has no classifier."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Each test row is judged once by a model, whether as a client's own or as one of all.
+"""Each test row is scored once by a model, even if it is a client's own row and a global one.
 
 Personal methods: each client's model is judged once a round, on its own rows; on all rows only at the end. One model
 for all: the figures of all test rows are those of the clients' rows together.

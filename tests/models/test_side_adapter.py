@@ -1,4 +1,4 @@
-"""Side adapters: the chain by hand and by loops, what is released, and as an adaptation of any vision transformer."""
+"""Side adapters: the chain by hand and by loops, the released states, and any vision transformer with them."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Models that carry a state from token to token: answers in a batch, and weights that they change by themselves."""
+"""Models with a recurrent state: answers in a batch, and weights that the models rescale themselves."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What chat templates leave out of rows is told, for all templates that TRL knows."""
+"""Notices name the parts of rows that a chat template leaves out, for all templates that TRL knows."""
 
 from pathlib import Path
 

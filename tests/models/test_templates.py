@@ -1,4 +1,4 @@
-"""How instructions are written: for the model in training, for its answers, and in what is exported."""
+"""How instructions are written: in training, for answers, and in exports."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tools and their calls: in rows, in what is trained, in answers and in exports, as transformers has them."""
+"""Tools and their calls in rows, training, answers and exports, as transformers has them."""
 
 from __future__ import annotations
 

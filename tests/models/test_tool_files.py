@@ -1,4 +1,4 @@
-"""What the files of a tokenizer, of an image processor and of generation say, and other files or classes contradict."""
+"""Contradictions between the files of a tokenizer, an image processor or the generation and other files or classes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What of a model's folder, its tools and its rows is not read, or hardly meant, is refused or said in one line."""
+"""Parts of a model's folder, tools or rows that are not read or look wrong are refused or reported in one line."""
 
 import json
 import shutil

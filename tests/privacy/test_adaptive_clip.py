@@ -1,4 +1,4 @@
-"""A clipping norm that follows the clients: what it costs, where it goes, and whole runs."""
+"""A clipping norm that follows the clients: its cost, its limit, and complete runs."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Client-level differential privacy: the bound on a client, the noise, and what a GDP audit says of both."""
+"""Client-level differential privacy: the bound on a client, the noise, and an audit of both by GDP."""
 
 import dataclasses
 import hashlib

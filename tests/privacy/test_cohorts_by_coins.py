@@ -1,4 +1,4 @@
-"""Cohorts by secret coins: who takes part, what is divided by what, what it spends, and whole runs."""
+"""Cohorts by secret coins: the cohort, the divisor of the sum, the cost, and complete runs."""
 
 import dataclasses
 import hashlib

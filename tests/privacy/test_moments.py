@@ -1,4 +1,4 @@
-"""What leaves a client under privacy, and what a server makes of it."""
+"""The moments that a client releases under privacy, and the server's use of them."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The noise has the law that the accounting takes it to have, from the key and nothing else."""
+"""The noise has the distribution that the accountant assumes, and depends on its key alone."""
 
 import hmac
 import math

@@ -1,4 +1,4 @@
-"""A guarantee that says next to nothing is said to be one, before a run and in its manifest."""
+"""A nearly meaningless guarantee gets a notice before a run and in its manifest."""
 
 import json
 

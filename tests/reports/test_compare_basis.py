@@ -1,4 +1,4 @@
-"""Runs are compared by one figure, of the same rows; training alone sends nothing; a run of one round is a line."""
+"""Runs are compared by one figure on the same rows; local training sends no bytes; a run of one round is a line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The sections of one-round runs: what a FedPFT run says of itself, and accuracy for what was sent."""
+"""The sections on one-round runs: what a FedPFT run states, and accuracy by the bytes that were sent."""
 
 import re
 

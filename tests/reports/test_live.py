@@ -1,4 +1,4 @@
-"""The page of `fedfm watch`: what it says, whom it answers, when it ends, and how a real browser shows it."""
+"""The page of `fedfm watch`: its content, its readers, its end, and its display in a real browser."""
 
 import base64
 import http.client

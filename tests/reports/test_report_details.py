@@ -1,4 +1,4 @@
-"""What a report says of own data, of epsilon, of files, of classes and of newcomers."""
+"""A report's statements on the user's data, epsilon, files, classes and newcomers."""
 
 import json
 import math

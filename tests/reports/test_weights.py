@@ -1,4 +1,4 @@
-"""The map of who learns from whom: what is drawn, what is said, and where it must not go."""
+"""The map of weights between clients: its drawing, its text, and where it must not be shown."""
 
 import json
 import re

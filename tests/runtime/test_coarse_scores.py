@@ -1,4 +1,4 @@
-"""What a silo tells of scores: pooled figures stay exact, all else has few digits."""
+"""The precision of a silo's scores: pooled figures stay exact, all others have few digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that answers a request for scores with something else: it has none, and the run goes on."""
+"""A client that answers a request for scores with invalid ones counts as without scores, and the run continues."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a run with [privacy] tells of its rows beside its release: nothing, in any file that is not under private/."""
+"""The files of a run with [privacy] outside of private/ contain nothing about its rows but the release."""
 
 import json
 import re

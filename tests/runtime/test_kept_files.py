@@ -1,4 +1,4 @@
-"""What a run keeps: secrets, memories, checkpoints, logs; cut, flipped, taken away, or left by a kill at any moment."""
+"""A run's stored files (secrets, memories, checkpoints, logs) when they are truncated, altered, missing or unfinished."""
 
 import json
 import os

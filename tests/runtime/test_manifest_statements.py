@@ -1,4 +1,4 @@
-"""What a run states of itself in its manifest: who received what, the smallest sum, the guarantee, the audits."""
+"""The statements of a manifest: who received what, the smallest sum, the guarantee, and the audits."""
 
 import json
 from collections import Counter

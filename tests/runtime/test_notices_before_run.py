@@ -1,4 +1,4 @@
-"""What is told before the first round: columns in other units, modules that no federation can train."""
+"""Notices before the first round: columns in other units, modules that no federation can train."""
 
 import numpy as np
 import pytest

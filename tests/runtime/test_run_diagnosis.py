@@ -1,4 +1,4 @@
-"""What a run's own figures say about it."""
+"""Notices that follow from the figures of a finished run."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What only the server may know is in nothing that clients are given."""
+"""Settings that only the server may know are in nothing that clients receive."""
 
 import json
 

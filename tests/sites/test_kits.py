@@ -1,4 +1,4 @@
-"""Kits of a federation: keys, certificates, ports, what is kept, what is refused, and the check against experiments."""
+"""Kits of a federation: keys, certificates, ports, kept files, refusals, and the check against experiments."""
 
 import contextlib
 import datetime

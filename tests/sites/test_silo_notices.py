@@ -1,4 +1,4 @@
-"""What a silo is told of its model on its own rows: in its log, and by ``fedfm silo check``."""
+"""Notices to a silo about the model on its rows: in its log, and by ``fedfm silo check``."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What holds for every task: a new file in ``fedfm/tasks`` is tried with one entry of ``task_places.rows``."""
+"""The contract of every task: a new file in ``fedfm/tasks`` is tested with one entry of ``task_places.rows``."""
 
 import functools
 import json

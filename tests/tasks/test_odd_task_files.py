@@ -1,4 +1,4 @@
-"""Files of tasks that were silently read as something else."""
+"""Files of tasks that were once read wrongly without a notice."""
 
 from __future__ import annotations
 

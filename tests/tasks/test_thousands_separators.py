@@ -1,4 +1,4 @@
-"""Targets whose dots separate thousands are doubted, and decimal numbers are not."""
+"""Targets whose dots may separate thousands get a notice, and decimal numbers do not."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Which parameters weight decay spares, against transformers' own Trainer."""
+"""The parameters that weight decay skips, against transformers' own Trainer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Local training on a device that is not the CPU, pretended: no operation mixes devices, and the host seldom waits."""
+"""Local training on a fake device other than the CPU: no operation mixes devices, and the host seldom waits."""
 
 import collections
 import itertools

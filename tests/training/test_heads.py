@@ -1,4 +1,4 @@
-"""Heads by compiled loops: a client's bits are its own, and the numbers are those of a plain PyTorch loop."""
+"""Heads by compiled loops: a client's bits are its own, and agree with a plain PyTorch loop within rounding."""
 
 from types import SimpleNamespace
 

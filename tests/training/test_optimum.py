@@ -1,4 +1,4 @@
-"""Heads trained to convergence: scikit-learn's optimum of the loss, or a word that it is not."""
+"""Heads trained to convergence: scikit-learn's optimum of the loss, or a notice that it was not reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits by hand against the module, row by row; what is kept, and what is computed anew."""
+"""Logits by packed computation against the module, row by row; which logits are cached, and which computed again."""
 
 from __future__ import annotations
 

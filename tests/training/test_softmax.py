@@ -1,4 +1,4 @@
-"""Softmax regression on blocks: one head whatever the blocks, with classes that nobody has."""
+"""Softmax regression on blocks of rows: one head for any blocks, also with absent classes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Parts of a batch, clipping and schedules: against PyTorch's own, and against the whole batch."""
+"""Parts of a batch, clipping and schedules, against PyTorch's own and against the complete batch."""
 
 import numpy as np
 import pytest

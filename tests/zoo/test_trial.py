@@ -1,4 +1,4 @@
-"""The trials of the zoo see what they look for."""
+"""The trials of the zoo find the failures that they look for."""
 
 import pytest
 
