@@ -132,7 +132,7 @@ def test_rounds_are_reconstructed_from_the_messages(tmp_path, capsys):
     assert found["how"] == "rounds"
     assert found["total"] == pytest.approx(result["accuracy"] - lines[0]["accuracy"], abs=1e-6)
     assert sum(x["value"] for x in found["shapley"].values()) == pytest.approx(found["total"], abs=1e-6)
-    assert "What each client brought" in (tmp_path / "run" / "report.html").read_text()
+    assert "What each client contributed" in (tmp_path / "run" / "report.html").read_text()
     assert Run.open(tmp_path / "run").manifest["worth"]["total"] == found["total"]
 
 

@@ -17,14 +17,14 @@ from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.loss_graph import reach
 from fedfm.models.user.user_inputs import read_inputs
-from fedfm.runtime.user_population import of_brought
+from fedfm.runtime.user_population import of_inputs
 
 ROWS = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(24)]
 
 
 def notices(module, loss=cross_entropy, **more):
-    brings = read_inputs({"model": module, "clients": {"a": ROWS[:12], "b": ROWS[12:]}, "loss": loss} | more)
-    return [text for text in of_brought(brings, DataSpec(), 0).model.notices if "gradient" in text]
+    user_inputs = read_inputs({"model": module, "clients": {"a": ROWS[:12], "b": ROWS[12:]}, "loss": loss} | more)
+    return [text for text in of_inputs(user_inputs, DataSpec(), 0).model.notices if "gradient" in text]
 
 
 class Net(nn.Module):

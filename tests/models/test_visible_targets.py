@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.user.user_inputs import read_inputs
-from fedfm.runtime.user_population import of_brought
+from fedfm.runtime.user_population import of_inputs
 
 V, MASK = 40, 39
 TEXTS = [torch.randint(5, 35, (9,), generator=torch.Generator().manual_seed(i)) for i in range(8)]
@@ -19,8 +19,8 @@ _GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "bos_token_
 
 
 def notices(module, rows, **more):
-    brings = read_inputs({"model": module, "clients": {"a": rows[:4], "b": rows[4:]}, **more})
-    return [text for text in of_brought(brings, DataSpec(), 0).model.notices if "sees the words" in text]
+    user_inputs = read_inputs({"model": module, "clients": {"a": rows[:4], "b": rows[4:]}, **more})
+    return [text for text in of_inputs(user_inputs, DataSpec(), 0).model.notices if "sees the words" in text]
 
 
 def whole(prompt=0):

@@ -1,4 +1,4 @@
-"""A run's stored files (secrets, memories, checkpoints, logs) when they are truncated, altered, missing or unfinished."""
+"""A run's stored files (secrets, memories, checkpoints, logs) that are truncated, altered, missing or unfinished."""
 
 import json
 import os

@@ -28,7 +28,7 @@ from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.resume_changes import extend
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.user_population import START, of_brought
+from fedfm.runtime.user_population import START, of_inputs
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -114,8 +114,8 @@ def federate(
         "labels": labels,
     }
     inputs |= {"model": model, "clients": clients, "train": train, "test": test, "classes": classes}
-    brings = read_inputs(inputs, local)
-    given = brings.given
+    user_inputs = read_inputs(inputs, local)
+    given = user_inputs.given
     admit_named({"method": {"name": method}})
     for key, value in keys.items():
         if isinstance(value, nn.Module):
@@ -127,7 +127,7 @@ def federate(
             f'method = "{method}" has no client optimiser that trains a module; federate takes methods that have '
             'one, such as "fedavg"; for other methods write an experiment'
         )
-    settings = {"seed": (brings.seed or 0) if seed is None else seed, **(run or {})}
+    settings = {"seed": (user_inputs.seed or 0) if seed is None else seed, **(run or {})}
     device = next((p.device for p in given.module.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         settings["workers"] = processes(settings.get("workers", 1), device)
@@ -141,7 +141,7 @@ def federate(
         "method": {
             "name": method,
             **({} if rounds is None else {"rounds": rounds}),
-            "local": dict(brings.local),
+            "local": dict(user_inputs.local),
             **keys,
         },
         "aggregation": {"name": aggregation} if isinstance(aggregation, str) else aggregation,
@@ -150,7 +150,7 @@ def federate(
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"}, imports=True)
     own_models = personal(experiment.method)
     with _restore_module(given):
-        population = of_brought(brings, experiment.data, experiment.run.seed)
+        population = of_inputs(user_inputs, experiment.data, experiment.run.seed)
         wrapped = population.model
         start = wrapped.params()
         try:

@@ -25,7 +25,7 @@ Z = 1.959964  # normal quantile of 95 %
 
 @dataclass(frozen=True)
 class Values:
-    """What each client brought.
+    """What each client contributed.
 
     Attributes:
         values: for each client, its Shapley value of each entry.

@@ -21,8 +21,8 @@ from fedfm.models.quiet import quiet
 from fedfm.models.user import language
 from fedfm.models.user.function_calls import call
 from fedfm.models.user.outputs import Outputs
-from fedfm.models.user.user_inputs import Brought, read_inputs
-from fedfm.runtime.user_population import brought_by
+from fedfm.models.user.user_inputs import UserInputs, read_inputs
+from fedfm.runtime.user_population import load_inputs
 
 if TYPE_CHECKING:
     from fedfm.linalg.params import Params
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BATCH = 64
 
 
-def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[Brought, WrappedModel, Params]:
+def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[UserInputs, WrappedModel, Params]:
     """The user's inputs, the model made from them, and the run's trained parameters, which the model has loaded.
 
     Args:
@@ -45,15 +45,15 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
         InputError: nothing is given, or the module is not the run's.
     """
     if run.experiment.own_code:
-        brings = brought_by(run.experiment)
+        user_inputs = load_inputs(run.experiment)
     elif given is None:
         raise InputError(
             f"{run.path}: its module came from Python, and the run contains only the trained tensors; pass the module "
             "or the Trainer again, from Python, as given=..."
         )
     else:
-        brings = read_inputs(given, rows=False)
-    model = brings.given.model(run.manifest["model"]["classes"])
+        user_inputs = read_inputs(given, rows=False)
+    model = user_inputs.given.model(run.manifest["model"]["classes"])
     if model.fingerprint != run.manifest["fingerprints"]["model"]:
         raise InputError(
             f"{run.path}: the given module is not the run's: its frozen weights, or the names or shapes of its "
@@ -66,7 +66,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
         else method.params_for(run.state(method.state_type), "")
     )
     model.load(w)
-    return brings, model, w
+    return user_inputs, model, w
 
 
 def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool = False) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
                 f'{name}: your module takes rows from a function that returns a data set; expected "module:function"'
             )
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
-    brings, model, _ = load(run, given, client, last=last)
+    user_inputs, model, _ = load(run, given, client, last=last)
     rows = check_dataset(rows, "rows")
-    given, found = brings.given, list[Outputs]()
+    given, found = user_inputs.given, list[Outputs]()
     classes, lists = list(model.classes), list[dict[str, Any]]([{}] * len(rows))
     with model.evaluating():
         if language.translates(model.module) and len(rows):
@@ -160,7 +160,7 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
     Raises:
         InputError: the module cannot be written in this form.
     """
-    brings, model, _ = load(run, given, client, last=last)
+    user_inputs, model, _ = load(run, given, client, last=last)
     module: Any = model.module
     adapted = hasattr(module, "peft_config")
     if to == "peft" and not adapted:
@@ -178,7 +178,7 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
             _write_adapter(module, out)
         else:
             module.save_pretrained(str(out))
-        processing = getattr(brings.given.trainer, "processing_class", None)
+        processing = getattr(user_inputs.given.trainer, "processing_class", None)
         if processing is not None:
             processing.save_pretrained(str(out))
     model_card.write(run.path, model, to, out, client)

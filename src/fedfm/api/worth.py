@@ -1,4 +1,4 @@
-"""What each client of a finished run brought: Shapley values and leave-one-out values of the model's figure.
+"""What each client of a finished run contributed: Shapley values and leave-one-out values of the model's figure.
 
 The run is replayed, and the server half computes the model of any set of clients from the messages of these clients.
 If messages depend on a client's own rows only (the trait ``independent_messages``), this is the model that the set
@@ -139,7 +139,7 @@ def _check(run: Run) -> None:
     elif not run.manifest["result"]["rounds"]:
         why = "it has no round"
     if why:
-        raise InputError(f"{where}: nobody can compute what each client brought: {why}")
+        raise InputError(f"{where}: nobody can compute what each client contributed: {why}")
 
 
 class _Figures:
@@ -199,7 +199,7 @@ class _Valuer:
             return
         if any(reply.call > 1 for reply in turn.replies):
             raise InputError(
-                f"{self._run.path}: nobody can compute what each client brought: in a round of "
+                f"{self._run.path}: nobody can compute what each client contributed: in a round of "
                 f"{self._run.experiment.method_name} a client's later messages depend on the others' earlier ones, so "
                 "without the others they would differ"
             )

@@ -33,7 +33,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.user_population import START, of_brought
+from fedfm.runtime.user_population import START, of_inputs
 
 TOLERANCE = 0.01  # largest distance between a run and its replay on a GPU, relative to the change by training
 
@@ -186,7 +186,7 @@ def population_of(run: Run, given: Any = None) -> Partitioned:
     """
     if not run.experiment.in_memory:
         return populate(run.experiment)
-    population = of_brought(read_inputs(given), run.experiment.data, run.experiment.run.seed)
+    population = of_inputs(read_inputs(given), run.experiment.data, run.experiment.run.seed)
     start = storage.load(run.path / START)
     if start is None:
         raise InputError(f"{run.path / START} is missing or damaged; it has the weights with which the run began")

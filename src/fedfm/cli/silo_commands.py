@@ -1,4 +1,4 @@
-"""The subcommands ``fedfm leave``, ``worth`` and ``watch``: a client goes, what each brought, a run while it runs."""
+"""The subcommands ``fedfm leave``, ``worth`` and ``watch``: leave a run, value its clients, and show a running run."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ _WORTH_EXAMPLES = """examples:
 
 COMMANDS = (
     Command("watch", watch, "show a run in a browser while it runs", _WATCH_EXAMPLES, _watch_arguments, json=True),
-    Command("worth", worth, "show what each client brought to a run", _WORTH_EXAMPLES, _worth_arguments, json=True),
+    Command("worth", worth, "show what each client contributed to a run", _WORTH_EXAMPLES, _worth_arguments, json=True),
     Command("leave", leave, "make a run without one of its clients", _LEAVE_EXAMPLES, _leave_arguments, json=True),
 )

@@ -58,10 +58,10 @@ def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
     made = admit_function(name, "data.name")
     try:
-        brings = read_inputs(call(made, name, run.get("seed", 0)), local)
+        user_inputs = read_inputs(call(made, name, run.get("seed", 0)), local)
     except InputError as error:
         raise InputError(f"data.name: {name}: {error}", key="data.name") from None
-    if brings.seed is None:
+    if user_inputs.seed is None:
         return tables
-    from_trainer = {"method": {**method, "local": dict(brings.local)}, "run": {"seed": brings.seed, **run}}
+    from_trainer = {"method": {**method, "local": dict(user_inputs.local)}, "run": {"seed": user_inputs.seed, **run}}
     return {**tables, **from_trainer}

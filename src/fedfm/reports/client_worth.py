@@ -1,4 +1,4 @@
-"""The section about what each client brought, by ``fedfm worth``."""
+"""The section about what each client contributed, by ``fedfm worth``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedfm.reports.text import esc
 
 
 def section(run: RunFiles) -> str:
-    """A table with what each client brought."""
+    """A table with what each client contributed."""
     found = mapping(run.manifest.get("worth"))
     alone = mapping(found.get("leave_one_out"))
     rows = [
@@ -25,14 +25,14 @@ def section(run: RunFiles) -> str:
         f"one of all rows. The values add up to {total:.4f}."
     )
     text += _of_own_sums(found)
-    return note(esc(text)) + table(["client", "Shapley value", "leave one out"], rows, "What each client brought")
+    return note(esc(text)) + table(["client", "Shapley value", "leave one out"], rows, "What each client contributed")
 
 
 def summary(run: RunFiles) -> list[str]:
     """A sentence for the dossier; none if nobody computed the values."""
     found = mapping(run.manifest.get("worth"))
     values = [f"{name} {interval(mapping(about), 'value')}" for name, about in mapping(found.get("shapley")).items()]
-    what = f"What each client brought ({found.get('measure')}, Shapley values)"
+    what = f"What each client contributed ({found.get('measure')}, Shapley values)"
     return [f"{what}: {', '.join(values)}.{_of_own_sums(found)}"] if values else []
 
 

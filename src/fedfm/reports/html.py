@@ -48,7 +48,7 @@ def render(
         ("clients", "Clients", sections.clients(run)),
         ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("departures", "Clients that left", _of_some("departures", run, bool(run.manifest.get("departures")))),
-        ("worth", "What each client brought", _of_some("client_worth", run, bool(run.manifest.get("worth")))),
+        ("worth", "What each client contributed", _of_some("client_worth", run, bool(run.manifest.get("worth")))),
         ("survey", "What the silos hold", _of_some("survey", run, "survey" in details)),
         ("classes", "Classes", classes.section(run)),
         ("targets", "Scores by target", _of_some("task_tables", run, any(key in details for key in run.task.lists))),

@@ -16,7 +16,7 @@ from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, quote_names
 from fedfm.models.user.function_calls import call
-from fedfm.models.user.user_inputs import Brought, read_inputs
+from fedfm.models.user.user_inputs import UserInputs, read_inputs
 from fedfm.models.user.user_module import Places
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.seeds import generator
@@ -36,10 +36,10 @@ def of_experiment(experiment: Experiment) -> Partitioned:
         InputError: the function is not allowed, it fails, or its return value is invalid.
     """
     name = str(experiment.data.name)
-    return of_brought(brought_by(experiment), experiment.data, experiment.run.seed, name)
+    return of_inputs(load_inputs(experiment), experiment.data, experiment.run.seed, name)
 
 
-def brought_by(experiment: Experiment) -> Brought:
+def load_inputs(experiment: Experiment) -> UserInputs:
     """Call the experiment's function and return its result."""
     name = str(experiment.data.name)
     try:
@@ -55,19 +55,19 @@ def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
         InputError: for the reasons of :func:`of_experiment`, or if the function returns no rows of this silo.
     """
     try:
-        brings = read_inputs(call(function(name, "data"), name, seed))
-        rows = brings.train if brings.clients is None else brings.clients.get(silo)
+        user_inputs = read_inputs(call(function(name, "data"), name, seed))
+        rows = user_inputs.train if user_inputs.clients is None else user_inputs.clients.get(silo)
         if rows is None:
             raise InputError(
-                f"the function's clients are {quote_names(map(str, brings.clients or ()))}, but this silo is {silo}"
+                f"the function's clients are {quote_names(map(str, user_inputs.clients or ()))}, but this silo is {silo}"
             )
-        own = brings.test.get(silo) if isinstance(brings.test, Mapping) else brings.test
-        return of_brought(replace(brings, clients={silo: rows}, train=None, test=own), spec, seed)
+        own = user_inputs.test.get(silo) if isinstance(user_inputs.test, Mapping) else user_inputs.test
+        return of_inputs(replace(user_inputs, clients={silo: rows}, train=None, test=own), spec, seed)
     except InputError as error:
         raise InputError(f"data: {name}: {error}") from None
 
 
-def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Partitioned:
+def of_inputs(user_inputs: UserInputs, spec: DataSpec, seed: int, name: str = "") -> Partitioned:
     """Make a population from module and rows; clients with their own data sets need no partition.
 
     Args:
@@ -76,11 +76,13 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
     Raises:
         InputError: module, loss, rows and partition do not match.
     """
-    if name and brings.clients is not None and spec.partition != PartitionSpec():
+    if name and user_inputs.clients is not None and spec.partition != PartitionSpec():
         raise InputError(f"data.partition: {name} returns clients with their own rows; drop data.partition")
-    table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
+    table, places = user_inputs.given.table(
+        user_inputs.clients, user_inputs.train, user_inputs.test, spec.partition.column
+    )
     federated = partition(table, places, spec, seed)
-    model = brings.given.wrap(table, brings.classes)
+    model = user_inputs.given.wrap(table, user_inputs.classes)
     model.predictor = packed.predict
     return Partitioned(replace(federated, table=replace(table, classes=model.classes)), model)
 

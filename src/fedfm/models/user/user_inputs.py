@@ -15,7 +15,7 @@ KEYS = ("model", "clients", "train", "test", "classes", *OF_MODULE)  # arguments
 
 
 @dataclass(frozen=True)
-class Brought:
+class UserInputs:
     """Module, loss and rows, under the names of the arguments of :func:`fedfm.federate`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Brought:
     seed: int | None
 
 
-def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool = True) -> Brought:
+def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool = True) -> UserInputs:
     """Read a Trainer, a module or a dict with the keys :data:`KEYS`.
 
     Args:
@@ -60,7 +60,7 @@ def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool
         _check_names(clients)
         if train is not None:
             raise InputError("clients: every data set is a client; drop train and partition")
-    return Brought(given, clients, train, test, tuple(table.get("classes") or ()), settings, seed)
+    return UserInputs(given, clients, train, test, tuple(table.get("classes") or ()), settings, seed)
 
 
 def _check_names(clients: Any) -> None:
