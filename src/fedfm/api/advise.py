@@ -62,7 +62,7 @@ def advise(
         experiment: a TOML file, or nested tables.
         out: a folder; each option is written there as ``<name>.toml``.
         changes: values by key, as ``{"method.rounds": 5}``.
-        epsilon, delta, clip_norm: of the options with noise [those of the experiment, else 8, 1e-5 and 1].
+        epsilon, delta, clip_norm: for the options with noise [those of the experiment, else 8, 1e-5 and 1].
         seconds: about how long the rehearsal of an option may take.
         progress: receives notices; by default they go to stderr.
 

@@ -106,7 +106,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     text = "run the built-in example and its baselines, in less than a minute"
     demo = command("demo", "study_commands:demo", text, json=True)
     demo.add_argument("--out", type=Path, help="folder for the runs [runs/demo-<time>]")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=int, default=0, help="seed of the split, the model and the training [0]")
 
     run = command("run", "run_commands:run", "run an experiment", json=True, overrides=True)
     run.add_argument("experiment", type=Path, help="TOML file")
@@ -176,7 +176,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     compare = command(
         "compare", "commands:compare", "print a table of several runs, and write a page that compares them"
     )
-    compare.add_argument("run", type=Path, nargs="+", help="their directories")
+    compare.add_argument("run", type=Path, nargs="+", help="directories of the runs")
     compare.add_argument("--out", type=Path, default=Path("compare.html"), help="the page [compare.html]")
 
     predict = command(
@@ -200,12 +200,14 @@ def build(first: str = "") -> argparse.ArgumentParser:
 
     export = command("export", "commands:export", "write a run's model for other libraries", run=True)
     export.add_argument(
-        "--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch"
+        "--to", choices=("peft", "hf", "torch"), required=True, help="format: PEFT adapter, transformers or torch"
     )
-    export.add_argument("--out", type=Path, required=True, help="a folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the export")
     export.add_argument("--client", help="owner of the model, if every client has its own")
     for one in (predict, export):
-        one.add_argument("--last", action="store_true", help="the last round's model, if run.patience chose another")
+        one.add_argument(
+            "--last", action="store_true", help="use the last round's model, even if run.patience chose another round"
+        )
 
     join = command("join", "commands:join", "make a model for a client that joins after training", json=True, run=True)
     join.add_argument("data", type=Path, help="the client's rows: csv, jsonl, parquet, npz or an image folder")

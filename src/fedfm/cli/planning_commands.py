@@ -98,8 +98,8 @@ def _advise_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("experiment", type=Path, help="TOML file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write each option there as an experiment, NAME.toml")
     set_argument(parser)
-    parser.add_argument("--epsilon", type=float, help="of the options with noise [the experiment's, else 8]")
-    parser.add_argument("--delta", type=float, help="of the options with noise [the experiment's, else 1e-5]")
+    parser.add_argument("--epsilon", type=float, help="epsilon of the options with noise [the experiment's, else 8]")
+    parser.add_argument("--delta", type=float, help="delta of the options with noise [the experiment's, else 1e-5]")
     parser.add_argument(
         "--clip-norm", type=float, metavar="C", help="bound of an update or a row's gradient [the experiment's, else 1]"
     )

@@ -59,7 +59,8 @@ def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
         rows = user_inputs.train if user_inputs.clients is None else user_inputs.clients.get(silo)
         if rows is None:
             raise InputError(
-                f"the function's clients are {quote_names(map(str, user_inputs.clients or ()))}, but this silo is {silo}"
+                f"the function's clients are {quote_names(map(str, user_inputs.clients or ()))}, but this silo is "
+                f"{silo}"
             )
         own = user_inputs.test.get(silo) if isinstance(user_inputs.test, Mapping) else user_inputs.test
         return of_inputs(replace(user_inputs, clients={silo: rows}, train=None, test=own), spec, seed)
