@@ -237,7 +237,7 @@ class _Attack:
         known: set[ClientId] = set()
         for turn in self.rounds.turns:
             weights = {s.client: s.value.weight for s in turn.replies}
-            able = [c for c in weights if c in known and self.rounds.sees({c}, turn.round)]
+            able = [c for c in weights if c in known and self.rounds.receives_model({c}, turn.round)]
             if able:
                 client = sorted(able, key=lambda c: (weights[c], c))[len(able) // 2]
                 return client, turn.round, weights[client] / sum(weights.values())
@@ -255,7 +255,7 @@ class _Attack:
         honest = next(s for s in turns[-1].replies if s.client == client)
         sent = replace(honest, value=reverse_mean(honest.value, w, share, names)) if turn_around else honest
         turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
-        after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
+        after, pulled = self.rounds.server.repeat_steps(self.replay.run, method, turns, self.rounds.first, check)
 
         # The client assumes that all other clients send the same update as its own honest one, and that a norm check
         # shortens its reversed update to the norm of this honest update. If it is alone in the cohort, a norm check

@@ -140,7 +140,7 @@ class BaseStep:
         state = self._method.base.step(fed, _known_state(turn, own), turn.round)
         return self._method.params_for(state, ""), state
 
-    def again(
+    def repeat_steps(
         self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
     ) -> tuple[Any, float]:
         """Return (state, a_t / U) after the server's steps of these rounds, with the run's own alpha.
@@ -315,7 +315,7 @@ class Rounds:
         w: Params = self.method.params_for(state, "")
         return w
 
-    def sees(self, members: Collection[ClientId], t: int) -> bool:
+    def receives_model(self, members: Collection[ClientId], t: int) -> bool:
         """Whether a member receives the model after round t, either in the next round or for evaluation.
 
         With ``run.evaluate_every`` every client evaluates the model, also a client outside the cohort.
@@ -345,7 +345,7 @@ class Rounds:
                 off, far = (float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before)))
                 exact = off <= ROUNDING * far
             _, used = pull(mean, self.model(turn.before), turn.round)
-            if used and self.sees(members, turn.round):
+            if used and self.receives_model(members, turn.round):
                 known.append((turn.round, self.target.of(mean), used, exact, controls))
         best = [line for line in known if line[3]] or [line for line in known if line[4]]
         if 1 < len(best) < len(known):

@@ -100,14 +100,14 @@ def schedule_of(runs: Sequence[Sequence[Span]], count: int, files: bool, threads
     return Schedule([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
 
 
-def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
+def in_order(function: Callable[[Stretch, Workspace], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
     """Apply the function to every stretch; yields (stretch, result) in the order of the stretches."""
     stretches, threads, computing, apart = plan
-    desk = Desk(Semaphore(computing), apart)
+    workspace = Workspace(Semaphore(computing), apart)
 
     def quiet(stretch: Stretch) -> R:
         with np.errstate(all="ignore"):  # a vector with NaN or infinity gives such results, without a warning
-            return function(stretch, desk)
+            return function(stretch, workspace)
 
     with one_thread(), torch_threads(1):
         if threads <= 1:
@@ -154,7 +154,7 @@ def columns_of(stretch: Stretch) -> int:
 # --- memory and files -------------------------------------------------------------------------------------------------
 
 
-class Desk(local):
+class Workspace(local):
     """The buffers of one thread.
 
     Attributes:

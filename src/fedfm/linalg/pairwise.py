@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedfm.linalg.column_blocks import (
-    Desk,
     Rows,
     Stretch,
+    Workspace,
     blocks,
     columns_of,
     in_files,
@@ -71,9 +71,9 @@ def gram(
     means = np.zeros((len(runs), count))
     found = np.zeros((len(runs), count, count))
     if centre:
-        for at, sums in in_order(lambda s, desk: _sums(s, rows, desk, count), plan):
+        for at, sums in in_order(lambda s, workspace: _sums(s, rows, workspace, count), plan):
             means[at.layer] += sums / sizes[at.layer]
-    for at, products in in_order(lambda s, desk: _products(s, rows, desk, means[s.layer]), plan):
+    for at, products in in_order(lambda s, workspace: _products(s, rows, workspace, means[s.layer]), plan):
         found[at.layer] += products
     return found
 
@@ -140,7 +140,7 @@ def mix(
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
     files = in_files(rows, targets, added or {})
     plan = schedule_of(runs, max(count, len(vectors)), files, threads)
-    for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
+    for _ in in_order(lambda s, workspace: _mix(s, weights[s.layer], rows, added, targets, workspace), plan):
         pass
     for i, new in enumerate(made):
         for dtype, start, stop in rest:
@@ -151,13 +151,13 @@ def mix(
 # --- computations of one thread ---------------------------------------------------------------------------------------
 
 
-def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np.ndarray:
+def _products(stretch: Stretch, rows: Rows, workspace: Workspace, means: np.ndarray) -> np.ndarray:
     """(K, K) float64: inner products of the vectors minus their means, over one stretch."""
     count = len(means)
     near = means.astype(stretch.dtype)  # the rounding error of these means is corrected below
     total = np.zeros((count, count))
-    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
-        with desk.turn:
+    for _, window in windows(stretch, rows, workspace.buffer("x", stretch, count)):
+        with workspace.turn:
             for x in blocks(stretch, window):  # (K, n)
                 wide = np.subtract(x, near[:, None], dtype=np.float64)
                 total += wide @ wide.T
@@ -166,22 +166,24 @@ def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np
     return total
 
 
-def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
+def _sums(stretch: Stretch, rows: Rows, workspace: Workspace, count: int) -> np.ndarray:
     """(K,) float64: the sum of each vector's entries over one stretch."""
     total = np.zeros(count)
-    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
-        with desk.turn:
+    for _, window in windows(stretch, rows, workspace.buffer("x", stretch, count)):
+        with workspace.turn:
             for x in blocks(stretch, window):
                 total += x.sum(1, dtype=np.float64)
     return total
 
 
-def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
+def _mix(
+    stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, workspace: Workspace
+) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
-    for runs, x in windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
-        y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
-        with desk.turn:
+    for runs, x in windows(stretch, rows, workspace.buffer("x", stretch, weights.shape[1])):
+        y = workspace.buffer("y", stretch, len(weights))[:, : x.shape[1]]
+        with workspace.turn:
             for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
                 np.matmul(weights, x_n, out=y_n)
         at = 0

@@ -34,19 +34,19 @@ class WrappedModel(Model):
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
     scores_function: Callable[[Model, Rows, int], dict[str, Any]] | None = None  # instead of models.metrics.evaluate
-    set_back: Sequence[tuple[nn.Module, str, Tensor, Tensor]] = ()  # module, name of a buffer, the buffer, its value
-    still: Sequence[nn.Module] = ()  # modules that stay in evaluation mode when the module trains
+    reset_buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]] = ()  # module, buffer's name, buffer, its value
+    evaluation_only: Sequence[nn.Module] = ()  # modules that stay in evaluation mode when the module trains
 
     def load(self, w: Params) -> None:
         """Copy the values, and reset buffers that no message contains: they depend on a client's rows."""
         super().load(w)
         with torch.no_grad():
-            for module, name, buffer, value in self.set_back:
+            for module, name, buffer, value in self.reset_buffers:
                 module._buffers[name] = buffer.copy_(value)  # the module may have put another tensor in its place
 
     def train_mode(self) -> None:
         super().train_mode()
-        self._keep_still()
+        self._set_evaluation_mode()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -54,10 +54,10 @@ class WrappedModel(Model):
             with super().evaluating():
                 yield
         finally:
-            self._keep_still()
+            self._set_evaluation_mode()
 
-    def _keep_still(self) -> None:
-        for module in self.still:
+    def _set_evaluation_mode(self) -> None:
+        for module in self.evaluation_only:
             module.training = False
 
     def loss(self, batch: Batch) -> Tensor:
@@ -151,8 +151,8 @@ def wrap(
         fingerprint=weight_hash,
         head=found,
     )
-    model.still = _still(module)
-    excluded = {*map(id, model.still)}
+    model.evaluation_only = _evaluation_modules(module)
+    excluded = {*map(id, model.evaluation_only)}
     # Unlike a foundation model, this module trains with its own dropout.
     model.train_too = [m for m in module.modules() if id(m) not in excluded]
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
@@ -160,7 +160,7 @@ def wrap(
     return model
 
 
-def _still(module: nn.Module) -> list[nn.Module]:
+def _evaluation_modules(module: nn.Module) -> list[nn.Module]:
     """The modules that ``module.train()`` leaves in evaluation mode: a class may freeze its batch norm like this."""
     modes = [(m, m.training) for m in module.modules()]
     module.train()

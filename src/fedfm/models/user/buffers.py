@@ -45,7 +45,7 @@ def keep(model: WrappedModel, loss: Callable[[], Tensor]) -> tuple[str, ...]:
             part._buffers[place[1]] = buffer
     if not moved:
         return found
-    model.set_back = tuple(
+    model.reset_buffers = tuple(
         (part, place[1], buffer, before[place]) for place, (part, buffer) in others.items() if place in moved
     )
     names = [f"{name}.{key}" if name else key for name, key in moved]
