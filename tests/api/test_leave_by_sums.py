@@ -237,7 +237,7 @@ def edited(federation, change):
     return place
 
 
-def asked(federation, place, name="north"):
+def write_sums(federation, place, name="north"):
     out = federation.root / f"{name}.sums"
     code = main(["silo", "sums", str(federation.carried.file(name)), str(place), "--out", str(out)])
     return code, out.exists()
@@ -256,10 +256,10 @@ def test_a_silo_writes_no_sums_that_it_did_not_send(analytic, capsys, change):
     """The server could subtract the sums of a changed manifest from those of the run, and have those of few rows."""
     capsys.readouterr()
     before = analytic.carried.left("north")
-    assert asked(analytic, edited(analytic, change)) == (2, False)
+    assert write_sums(analytic, edited(analytic, change)) == (2, False)
     assert "this silo sent no such sums" in capsys.readouterr().err
     assert analytic.carried.left("north") == before
-    assert asked(analytic, edited(analytic, lambda m: None)) == (0, True)
+    assert write_sums(analytic, edited(analytic, lambda m: None)) == (0, True)
 
 
 NOISY = {"privacy": {"unit": "record", "target_epsilon": 4.0, "delta": 1e-5}}
@@ -277,7 +277,7 @@ def test_a_manifest_without_the_runs_protection_gives_no_sums(tmp_path, monkeypa
         for key in tables:
             del manifest["experiment"][key]
 
-    assert asked(federation, edited(federation, unprotected)) == (2, False)
+    assert write_sums(federation, edited(federation, unprotected)) == (2, False)
     assert "this silo sent no such sums" in capsys.readouterr().err
 
 
@@ -286,7 +286,7 @@ def test_rows_that_changed_since_the_run_are_noticed(analytic, capsys):
     rows = dict(np.load(path))
     rows["x"][1] += 1
     np.savez(path, **rows)
-    assert asked(analytic, edited(analytic, lambda m: None)) == (2, False)
+    assert write_sums(analytic, edited(analytic, lambda m: None)) == (2, False)
     assert "this silo sent no such sums" in capsys.readouterr().err
 
 
@@ -306,16 +306,16 @@ def test_a_silo_whose_part_was_empty_has_no_sums_in_the_total(tmp_path, monkeypa
     assert [line["fault"] for line in federation.carried.left("north") if line["handler"].startswith("train.")] != [""]
     monkeypatch.setattr(Analytic, "sums", real)
     capsys.readouterr()
-    assert asked(federation, edited(federation, lambda m: None)) == (2, False)
+    assert write_sums(federation, edited(federation, lambda m: None)) == (2, False)
     assert "its part of the sum was empty" in capsys.readouterr().err
-    assert asked(federation, edited(federation, lambda m: None), "east") == (0, True)
+    assert write_sums(federation, edited(federation, lambda m: None), "east") == (0, True)
 
 
 def test_a_silo_that_took_no_part_has_no_sums(analytic, capsys):
     (analytic.carried.root / "north" / "silo.ledger.jsonl").unlink()
     for path in (analytic.carried.root / "north" / ".fedfm").glob("**/sent_sums.json"):
         path.unlink()
-    assert asked(analytic, edited(analytic, lambda m: None)) == (2, False)
+    assert write_sums(analytic, edited(analytic, lambda m: None)) == (2, False)
     assert "no message of analytic" in capsys.readouterr().err
 
 

@@ -76,7 +76,7 @@ def test_label_shares_are_read_from_gradients(bias, features):
 
     x = drawn(own)
 
-    def seen(counts):
+    def traces_of(counts):
         y = np.repeat(np.arange(4), counts)
         weight, shift, head = head_gradient(drawn(y), torch.from_numpy(y), 4, bias)
         said = torch.softmax(head(x), 1).detach().numpy()
@@ -84,9 +84,9 @@ def test_label_shares_are_read_from_gradients(bias, features):
 
     tried = guesses(4, 60, 80, rng)
     assert (tried.sum(1) == 60).all()
-    known = np.stack([seen(counts) for counts in tried])
+    known = np.stack([traces_of(counts) for counts in tried])
     for counts in ([60, 0, 0, 0], [15, 15, 15, 15], [40, 10, 10, 0]):
-        found = label_shares(known, tried / 60, seen(counts))
+        found = label_shares(known, tried / 60, traces_of(counts))
         assert found.sum() == pytest.approx(1)
         assert distance(found, np.array(counts) / 60) < 0.06
 

@@ -64,7 +64,7 @@ VALUES = {
 ROSE = [{"round": t, "loss": loss, "accuracy": a} for t, (loss, a) in enumerate([(2.0, 0.1), (0.5, 0.8), (0.7, 0.7)])]
 
 
-def said(e):
+def advice_for(e):
     """All advice that a run of this experiment may give."""
     yield from overfitting_notices(ROSE, e)
     yield reasons([Excluded(1, "a", E_NONFINITE, "NaN")], against_divergence(e))
@@ -77,7 +77,7 @@ def said(e):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_accepts_the_changes_that_its_notices_advise(name):
     e = Experiment(**EXPERIMENTS[name])
-    for text in said(e):
+    for text in advice_for(e):
         changes = {}
         for key, value in VALUES.items():
             if key in text:

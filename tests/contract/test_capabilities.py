@@ -191,7 +191,7 @@ def calls(tree):
     return (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
 
 
-def said(node):
+def last_word(node):
     """The last word of a name: ``self.run.experiment.method`` -> ``method``."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -202,7 +202,7 @@ def test_nothing_of_a_method_is_asked_for_by_name():
     for path in SOURCE.rglob("*.py"):
         for call in calls(ast.parse(path.read_text())):
             named = call.func.id in ("getattr", "hasattr") and isinstance(call.args[1], ast.Constant)
-            if named and said(call.args[0]) in ("method", "base", "chosen", "local", "aggregation"):
+            if named and last_word(call.args[0]) in ("method", "base", "chosen", "local", "aggregation"):
                 found.append(f"{path.relative_to(SOURCE)}:{call.lineno}")
     assert [f for f in found if not f.startswith(("training/packed/net.py", "core/method.py"))] == []
 

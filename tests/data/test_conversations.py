@@ -16,7 +16,7 @@ from fedfm.errors import InputError
 from small import jsonl
 
 
-def said(*texts, system=""):
+def turns_of(*texts, system=""):
     """Messages of user and assistant in turns."""
     roles = ("user", "assistant")
     turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -27,11 +27,11 @@ def read(path, rows, task=None, **keys):
     return load_table(DataSpec(path=str(jsonl(path / "rows.jsonl", rows)), test_fraction=0, **keys), seed=0, task=task)
 
 
-TALK = said("hi", "hello", "who", "me", system="be kind")
+TALK = turns_of("hi", "hello", "who", "me", system="be kind")
 
 
 def test_a_conversation_is_what_was_said_and_the_last_answer(tmp_path):
-    table = read(tmp_path, [{"messages": TALK, "site": "a"}, {"messages": said("x", "y"), "site": "b"}])
+    table = read(tmp_path, [{"messages": TALK, "site": "a"}, {"messages": turns_of("x", "y"), "site": "b"}])
     assert table.kind == "instruction"
     before = (("system", "be kind"), ("user", "hi"), ("assistant", "hello"), ("user", "who"))
     assert table.inputs == [(before, "me"), ((("user", "x"),), "y")]
@@ -44,10 +44,10 @@ def test_parquet_and_another_name(tmp_path):
     import pyarrow.parquet
 
     out = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"talk": [TALK, said("x", "y")]}), out)
+    pyarrow.parquet.write_table(pyarrow.table({"talk": [TALK, turns_of("x", "y")]}), out)
     (tmp_path / "rows.parquet").write_bytes(out.getvalue())
     spec = DataSpec(path=str(tmp_path / "rows.parquet"), messages="talk", test_fraction=0)
-    rows = [{"messages": TALK}, {"messages": said("x", "y")}]
+    rows = [{"messages": TALK}, {"messages": turns_of("x", "y")}]
     assert load_table(spec, seed=0, task="instruction").inputs == read(tmp_path, rows).inputs
 
 
@@ -57,7 +57,7 @@ def test_instructions_come_first_where_a_file_has_both(tmp_path):
 
 
 def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
-    path = jsonl(tmp_path / "new.jsonl", [{"messages": said("hi")}, {"messages": TALK}])
+    path = jsonl(tmp_path / "new.jsonl", [{"messages": turns_of("hi")}, {"messages": TALK}])
     table = read_inputs(path, DataSpec(path="x"), kind="instruction")
     assert table.inputs == [((("user", "hi"),), ""), read(tmp_path, [{"messages": TALK}]).inputs[0]]
 
@@ -65,16 +65,16 @@ def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
 @pytest.mark.parametrize(
     ("cell", "says"),
     [
-        (said("hi"), r'line 1: column "messages" ends with an unanswered message of the user'),
+        (turns_of("hi"), r'line 1: column "messages" ends with an unanswered message of the user'),
         ([], "holds no message"),
         (None, "holds nothing: messages are expected"),
         ("hello", r"holds text: messages are expected.*jsonl and parquet hold lists"),
         (["hi"], "message 1 of column .messages. is str"),
         ([{"from": "human", "text": "hi"}], r'message 1.*is dict\s+with "from", "text": messages are expected'),
-        ([{"role": "humn", "content": "a"}, *said("a", "b")], r"message 1.*is of role 'humn': expected one of"),
+        ([{"role": "humn", "content": "a"}, *turns_of("a", "b")], r"message 1.*is of role 'humn': expected one of"),
         ([{"role": "assistan", "content": "a"}], r'did you mean "assistant"'),
         ([{"role": "user", "content": ["a"]}], "message 1.*holds list .*text is expected"),
-        ([{"role": "user", "content": " "}, *said("a", "b")], "message 1.* is empty"),
+        ([{"role": "user", "content": " "}, *turns_of("a", "b")], "message 1.* is empty"),
         ([{"role": "user", "content": "a", "weight": 1}], 'has "weight", which is not read'),
         ([{"role": "assistant", "content": "a"}], "begins with the assistant's message"),
     ],
@@ -91,21 +91,24 @@ TRIPLE = ("the sky", "is blue", "is green")
     ("row", "asked"),
     [
         ({"prompt": "the sky", "chosen": "is blue", "rejected": "is green"}, "the sky"),
-        ({"prompt": said("the sky"), "chosen": "is blue", "rejected": "is green"}, (("user", "the sky"),)),
+        ({"prompt": turns_of("the sky"), "chosen": "is blue", "rejected": "is green"}, (("user", "the sky"),)),
         (
             {
-                "prompt": said("the sky"),
+                "prompt": turns_of("the sky"),
                 "chosen": [{"role": "assistant", "content": "is blue"}],
                 "rejected": [{"role": "assistant", "content": "is green"}],
             },
             (("user", "the sky"),),
         ),
-        ({"chosen": said("the sky", "is blue"), "rejected": said("the sky", "is green")}, (("user", "the sky"),)),
+        (
+            {"chosen": turns_of("the sky", "is blue"), "rejected": turns_of("the sky", "is green")},
+            (("user", "the sky"),),
+        ),
         (
             {
                 "prompt": "the sky",  # as in ultrafeedback_binarized
-                "chosen": said("the sky", "is blue", system="be brief"),
-                "rejected": said("the sky", "is green", system="be brief"),
+                "chosen": turns_of("the sky", "is blue", system="be brief"),
+                "rejected": turns_of("the sky", "is green", system="be brief"),
             },
             (("system", "be brief"), ("user", "the sky")),
         ),
@@ -134,11 +137,14 @@ def test_equal_answers_are_reported(tmp_path):
         ({"prompt": "", "chosen": "a", "rejected": "b"}, 'column "prompt" is empty'),
         ({"prompt": "p", "chosen": " ", "rejected": "b"}, 'column "chosen" is empty'),
         ({"prompt": "p", "chosen": "a", "rejected": None}, 'column "rejected" holds nothing'),
-        ({"prompt": "p", "chosen": said("p", "a"), "rejected": "b"}, "a text and a list of messages"),
-        ({"chosen": said("p", "a"), "rejected": said("q", "b")}, "differ in more than the last message"),
-        ({"prompt": "q", "chosen": said("p", "a"), "rejected": said("p", "b")}, 'differently from column "prompt"'),
-        ({"chosen": said("p"), "rejected": said("p", "b")}, "ends with a message of the user: the assistant's"),
-        ({"chosen": said("p", "a")}, 'no column "rejected" .data.rejected.'),
+        ({"prompt": "p", "chosen": turns_of("p", "a"), "rejected": "b"}, "a text and a list of messages"),
+        ({"chosen": turns_of("p", "a"), "rejected": turns_of("q", "b")}, "differ in more than the last message"),
+        (
+            {"prompt": "q", "chosen": turns_of("p", "a"), "rejected": turns_of("p", "b")},
+            'differently from column "prompt"',
+        ),
+        ({"chosen": turns_of("p"), "rejected": turns_of("p", "b")}, "ends with a message of the user: the assistant's"),
+        ({"chosen": turns_of("p", "a")}, 'no column "rejected" .data.rejected.'),
     ],
 )
 def test_invalid_preferences_are_refused_with_their_place(tmp_path, row, says):

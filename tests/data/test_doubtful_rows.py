@@ -31,7 +31,7 @@ def write(path: Path, rows: list[str], head: str = "text,label") -> Path:
     return path
 
 
-def said(path: Path, **more: Any) -> str:
+def notices_for(path: Path, **more: Any) -> str:
     return "\n".join(load_table(DataSpec(path=str(path), **more), seed=0).notices)
 
 
@@ -114,28 +114,28 @@ def test_rows_of_several_clients(tmp_path: Path, ending: str) -> None:
 def test_files_that_make_one_split_are_named(tmp_path: Path) -> None:
     write(tmp_path / "d" / "train.csv", rows())
     write(tmp_path / "d" / "test.csv", rows([f"new {text}" for text in TEXTS]))
-    assert not said(tmp_path / "d")
+    assert not notices_for(tmp_path / "d")
     write(tmp_path / "d" / "train_old.csv", rows([f"old {text}" for text in TEXTS]))
-    assert "train rows of" in said(tmp_path / "d")
-    assert '"train.csv", "train_old.csv"' in said(tmp_path / "d")
+    assert "train rows of" in notices_for(tmp_path / "d")
+    assert '"train.csv", "train_old.csv"' in notices_for(tmp_path / "d")
 
 
 @pytest.mark.parametrize("word", ["nan", "NaN", "<NA>", "NULL", " n/a ", r"\N"])
 def test_texts_of_empty_cells(tmp_path: Path, word: str) -> None:
-    assert "1 texts of" in said(write(tmp_path / "a.csv", rows([*TEXTS, word])))
-    assert not said(write(tmp_path / "a.csv", rows([*TEXTS, f"{word} of it"])))
+    assert "1 texts of" in notices_for(write(tmp_path / "a.csv", rows([*TEXTS, word])))
+    assert not notices_for(write(tmp_path / "a.csv", rows([*TEXTS, f"{word} of it"])))
 
 
 def test_values_of_where_that_are_alike(tmp_path: Path) -> None:
     lines = [f"{row},{'en' if i % 4 else 'En '}" for i, row in enumerate(rows())]
     path = write(tmp_path / "a.csv", lines, "text,label,lang")
-    assert '10 rows with "En "' in said(path, where={"lang": ("en",)})
-    assert "left out" not in said(path, where={"lang": ("en", "En ")})
+    assert '10 rows with "En "' in notices_for(path, where={"lang": ("en",)})
+    assert "left out" not in notices_for(path, where={"lang": ("en", "En ")})
 
 
 def test_test_rows_of_one_class(tmp_path: Path) -> None:
     lines = [f"{row},{'train' if i % 4 else 'test'}" for i, row in enumerate(rows())]
-    assert 'all test rows are of one class, "a"' in said(write(tmp_path / "a.csv", lines, "text,label,split"))
+    assert 'all test rows are of one class, "a"' in notices_for(write(tmp_path / "a.csv", lines, "text,label,split"))
 
 
 def test_thousands_are_no_fractions(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_pictures_of_other_numbers(tmp_path: Path, change: Any, word: str, files
             Image.fromarray(pixels).save(path / "ab"[i % 2] / f"{i}.png")
     else:
         np.savez(path, x=x, y=np.arange(20) % 2)
-    found = said(path), "\n".join(read_inputs(path, DataSpec(path=str(path)), kind="image").notices)
+    found = notices_for(path), "\n".join(read_inputs(path, DataSpec(path=str(path)), kind="image").notices)
     assert all(word in text if word else not text for text in found)
 
 

@@ -59,7 +59,7 @@ def test_numbers_at_one_client_and_names_at_another_are_reported(
     assert told == any('of "a" are numbers and those of "b" are names' in n for n in load_table(spec, seed=0).notices)
 
 
-def said(labels: list[Any], tmp_path: Path) -> str:
+def notices_for(labels: list[Any], tmp_path: Path) -> str:
     """The notices on texts with these labels, none of which is twice."""
     rows = [{"text": f"row {i}", "label": label} for i, label in enumerate(labels)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -99,7 +99,7 @@ def said(labels: list[Any], tmp_path: Path) -> str:
 def test_classes_that_are_none(labels: list[Any], words: str, tmp_path: Path) -> None:
     import re
 
-    found = said(labels, tmp_path)
+    found = notices_for(labels, tmp_path)
     assert re.search(words, found) if words else not found
 
 

@@ -181,10 +181,10 @@ def test_all_ways_to_a_picture_give_the_same_pixels(tmp_path: Path) -> None:
     tables = [load_table(spec, seed=0) for spec in ways]
     tables += [read_inputs(tmp_path / n, DataSpec(), kind="image") for n in ("folder", "rows.parquet")]
 
-    def seen(table: Any) -> list[bytes]:
+    def pixels_of(table: Any) -> list[bytes]:
         return sorted(np.asarray(rgb(item)).tobytes() for item in table.inputs)
 
-    assert all(seen(table) == seen(tables[0]) for table in tables)
+    assert all(pixels_of(table) == pixels_of(tables[0]) for table in tables)
     assert all(table.classes == ("a", "b") for table in tables[:3])
     prepared = [
         pixels(t.inputs, lambda some: torch.stack([torch.tensor(np.asarray(p.resize((4, 4)))) for p in some]))
@@ -258,11 +258,11 @@ def test_an_array_of_16_bits_is_read_as_files_with_its_pixels(tmp_path: Path, ch
     by_name = {Path(str(item)).name: decode(item) for item in of_files.inputs}
     assert all((one == by_name[f"{i}.png"]).all() for i, one in enumerate(table.inputs))
 
-    def said(found: Any) -> list[str]:
+    def depth_notices(found: Any) -> list[str]:
         return [n.replace(found.source, "") for n in found.notices if "bits" in n]
 
-    assert said(table) == said(of_files)
-    assert len(said(table)) == 1
+    assert depth_notices(table) == depth_notices(of_files)
+    assert len(depth_notices(table)) == 1
 
 
 def test_colours_and_alpha_of_16_bits_are_reported() -> None:

@@ -24,7 +24,7 @@ def vectors(path: Path, x: np.ndarray, **more: Any) -> Path:
     return path
 
 
-def told(trained: Path, now: Path, kind: str, **spec: Any) -> str:
+def notices_for(trained: Path, now: Path, kind: str, **spec: Any) -> str:
     """The notices of rows to predict, but not of themselves."""
     table = load_table(DataSpec(path=str(trained), **spec), seed=0)
     profile = json.loads(json.dumps(table.profile))
@@ -54,29 +54,29 @@ def wine() -> np.ndarray:
 def test_vectors_in_other_units_or_another_order_are_reported(change: Any, word: str, tmp_path: Path) -> None:
     x = wine()
     trained, now = vectors(tmp_path / "a.npz", x[:90]), vectors(tmp_path / "b.npz", change(x[90:]))
-    found = told(trained, now, "features")
+    found = notices_for(trained, now, "features")
     assert word in found if word else found == ""
 
 
 def test_values_of_one_sign_after_training_around_zero_are_reported(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(80, 4))
     trained = vectors(tmp_path / "a.npz", x[:40])
-    assert told(trained, vectors(tmp_path / "b.npz", x[40:]), "features") == ""
-    assert "another way" in told(trained, vectors(tmp_path / "c.npz", (x[40:] + 4) / 8), "features")
+    assert notices_for(trained, vectors(tmp_path / "b.npz", x[40:]), "features") == ""
+    assert "another way" in notices_for(trained, vectors(tmp_path / "c.npz", (x[40:] + 4) / 8), "features")
     scaled = vectors(tmp_path / "d.npz", x[40:] * 1000)
-    assert told(trained, scaled, "features", scale="unit") == ""  # data.scale takes the units away
+    assert notices_for(trained, scaled, "features", scale="unit") == ""  # data.scale takes the units away
 
 
 def test_names_of_columns_have_one_order(tmp_path: Path) -> None:
     x, names = wine(), np.array([f"c{i}" for i in range(13)])
     trained = vectors(tmp_path / "a.npz", x[:90], feature_names=names)
-    assert told(trained, vectors(tmp_path / "b.npz", x[90:], columns=names), "features") == ""
-    assert told(trained, vectors(tmp_path / "c.npz", x[90:]), "features") == ""
+    assert notices_for(trained, vectors(tmp_path / "b.npz", x[90:], columns=names), "features") == ""
+    assert notices_for(trained, vectors(tmp_path / "c.npz", x[90:]), "features") == ""
     with pytest.raises(InputError, match=r'column x\[:, 0\] is "c12", .* it is "c0": the columns are in another order'):
-        told(trained, vectors(tmp_path / "d.npz", x[90:], columns=names[::-1]), "features")
+        notices_for(trained, vectors(tmp_path / "d.npz", x[90:], columns=names[::-1]), "features")
     other = vectors(tmp_path / "e.npz", x[90:], feature_names=np.array([*names[:-1], "z"]))
     with pytest.raises(InputError, match=r'missing "c12", unknown "z"'):
-        told(trained, other, "features")
+        notices_for(trained, other, "features")
     spec = DataSpec(clients={"north": str(trained), "south": str(other)})
     with pytest.raises(InputError, match=r'e\.npz: the columns of x are not those of the file of north: missing "c12"'):
         load_table(spec, seed=0)
@@ -98,7 +98,7 @@ def test_images_of_another_form_are_reported(change: Any, word: str, tmp_path: P
     np.savez(trained, x=x[:20, ..., None], y=np.arange(20) % 2)
     now = change(x[20:])
     np.savez(tmp_path / "b.npz", x=now if now.ndim == 4 else now[..., None])
-    found = told(trained, tmp_path / "b.npz", "image")
+    found = notices_for(trained, tmp_path / "b.npz", "image")
     assert word in found if word else found == ""
 
 
@@ -122,7 +122,7 @@ def test_texts_that_are_written_otherwise_are_reported(texts: list[str], word: s
     trained, now = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     trained.write_text("\n".join(json.dumps({"text": t, "label": "ab"[i % 2]}) for i, t in enumerate(ENGLISH)))
     now.write_text("\n".join(json.dumps({"text": t}) for t in texts))
-    found = told(trained, now, "text")
+    found = notices_for(trained, now, "text")
     assert word in found if word else found == ""
 
 
@@ -131,9 +131,9 @@ def test_a_column_that_prompts_were_made_of_is_missed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     bare = [{key: row[key] for key in ("instruction", "input")} for row in rows]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, bare)))
-    assert told(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "instruction") == ""
+    assert notices_for(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "instruction") == ""
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"prompt": row["instruction"]}) for row in rows))
-    assert "no column data.input" in told(tmp_path / "a.jsonl", tmp_path / "c.jsonl", "instruction")
+    assert "no column data.input" in notices_for(tmp_path / "a.jsonl", tmp_path / "c.jsonl", "instruction")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_labels_that_are_no_class_of_the_model_are_reported(labels: tuple[str, s
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
         return tmp_path / name
 
-    found = told(write("a.jsonl", ("ham", "spam")), write("b.jsonl", labels), "text")
+    found = notices_for(write("a.jsonl", ("ham", "spam")), write("b.jsonl", labels), "text")
     assert word in found if word else found == ""
 
 

@@ -148,7 +148,7 @@ def vectors(rows: int = 200) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(rows, 5)), rng.integers(0, 3, rows)
 
 
-def told(x: np.ndarray, y: np.ndarray) -> str:
+def notices_for(x: np.ndarray, y: np.ndarray) -> str:
     split = np.full(len(x), "train")
     return "\n".join(feature_doubts.notices(Table("features", x.astype(np.float32), y, ("a", "b", "c"), split)))
 
@@ -157,7 +157,7 @@ def told(x: np.ndarray, y: np.ndarray) -> str:
 def test_a_number_that_marks_missing_values_is_reported(mark: float, tmp_path: Path) -> None:
     x, y = vectors()
     x[::20, 3] = mark
-    assert f"column x[:, 3] is {mark:g} in 10 of 200 rows" in told(x, y)
+    assert f"column x[:, 3] is {mark:g} in 10 of 200 rows" in notices_for(x, y)
     np.savez(tmp_path / "a.npz", x=x[:50].astype(np.float32))  # in rows to predict, too
     found = read_inputs(tmp_path / "a.npz", DataSpec(path="x"), kind="features").notices
     assert "column x[:, 3] is" in "\n".join(found)
@@ -169,29 +169,29 @@ def test_numbers_that_mark_nothing_say_nothing() -> None:
     ages, amounts, once = rng.integers(0, 99, 200), rng.integers(-5000, 5000, 200), x[:, 0].copy()
     ages[:9], amounts[:9], once[0] = 99, -999, -999  # the oldest; within the range; a single one
     for column in (ages, amounts, once, np.where(y == 0, 9999, 0)):  # the last: two values
-        assert told(np.column_stack([x, column, -np.ones(200)]), rng.permutation(y)) == ""
+        assert notices_for(np.column_stack([x, column, -np.ones(200)]), rng.permutation(y)) == ""
 
 
 def test_a_label_among_the_features_is_reported() -> None:
     x, y = vectors()
-    assert "column x[:, 5] alone tells the class of each row:" in told(np.column_stack([x, y]), y)
+    assert "column x[:, 5] alone tells the class of each row:" in notices_for(np.column_stack([x, y]), y)
     image = np.array([7.5, -2, 3])[y]
-    assert "column x[:, 5] alone tells the class of each row, as do other columns (1)" in told(
+    assert "column x[:, 5] alone tells the class of each row, as do other columns (1)" in notices_for(
         np.column_stack([x, image, y]), y
     )
-    assert "columns x[:, 5] to x[:, 7] alone tell the class" in told(np.column_stack([x, np.eye(3)[y]]), y)
+    assert "columns x[:, 5] to x[:, 7] alone tell the class" in notices_for(np.column_stack([x, np.eye(3)[y]]), y)
     almost = y.copy()
     almost[0] = (y[0] + 1) % 3
     for column in (almost, y == 1, np.zeros(200)):
-        assert told(np.column_stack([x, column]), y) == ""
-    assert told(np.column_stack([x, y])[:12], y[:12]) == ""  # too few rows
+        assert notices_for(np.column_stack([x, column]), y) == ""
+    assert notices_for(np.column_stack([x, y])[:12], y[:12]) == ""  # too few rows
 
 
 def test_the_index_of_a_data_frame_is_reported() -> None:
     x, y = vectors()
-    assert "column x[:, 5] numbers the rows, from 7 to 206" in told(np.column_stack([x, np.arange(200) + 7]), y)
-    assert "from 0 to 99" in told(np.column_stack([x, np.arange(200) % 100]), y)  # of two clients
-    assert told(np.column_stack([x, np.sort(x[:, 0])]), y) == ""
+    assert "column x[:, 5] numbers the rows, from 7 to 206" in notices_for(np.column_stack([x, np.arange(200) + 7]), y)
+    assert "from 0 to 99" in notices_for(np.column_stack([x, np.arange(200) % 100]), y)  # of two clients
+    assert notices_for(np.column_stack([x, np.sort(x[:, 0])]), y) == ""
 
 
 @pytest.mark.parametrize("name", ["iris", "wine", "breast_cancer", "digits"])

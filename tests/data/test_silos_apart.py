@@ -13,7 +13,7 @@ from fedfm.data.spec import DataSpec
 N = 24
 
 
-def said(clients: dict[str, Path], task: str | None = None) -> str:
+def notices_for(clients: dict[str, Path], task: str | None = None) -> str:
     spec = DataSpec(clients={name: str(path) for name, path in clients.items()})
     return " / ".join(load_table(spec, seed=0, task=task).notices)
 
@@ -25,7 +25,7 @@ def test_a_target_in_other_units_is_named(factor: float, shift: float, other: bo
     for name, of in (("north", values[0]), ("south", values[1] * factor + shift)):
         rows = "".join(f"{name} {i},{v}\n" for i, v in enumerate(of))
         (tmp_path / f"{name}.csv").write_text("text,label\n" + rows)
-    text = said({name: tmp_path / f"{name}.csv" for name in ("north", "south")}, "regression")
+    text = notices_for({name: tmp_path / f"{name}.csv" for name in ("north", "south")}, "regression")
     assert ("are they in other units?" in text) == other
 
 
@@ -34,7 +34,7 @@ def test_labels_of_rows_are_no_units(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(
             "".join(f'{{"text": "{name} {i}", "label": ["{label}", "c"]}}\n' for i in range(N))
         )
-    text = said({name: tmp_path / f"{name}.jsonl" for name in ("north", "south")}, "multi_label")
+    text = notices_for({name: tmp_path / f"{name}.jsonl" for name in ("north", "south")}, "multi_label")
     assert "units" not in text
 
 
@@ -42,7 +42,7 @@ def test_a_file_without_names_of_columns_is_named(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(2, N, 3)), np.arange(N) % 2
     np.savez(tmp_path / "north.npz", x=x[0], y=y, feature_names=np.array(list("abc")))
     np.savez(tmp_path / "south.npz", x=x[1], y=y)
-    text = said({name: tmp_path / f"{name}.npz" for name in ("north", "south")})
+    text = notices_for({name: tmp_path / f"{name}.npz" for name in ("north", "south")})
     assert '"north" name the columns of x, and "south" do not: they are taken to have the same order' in text
 
 
@@ -52,5 +52,5 @@ def test_silos_without_marks_of_test_rows_are_named_next_to_others(marked: tuple
         head, part = ("text,label,split", [",train", ",test"]) if name in marked else ("text,label", ["", ""])
         rows = [f"{name} {i},{'ab'[i % 2]}{part[i % 5 == 0]}" for i in range(N)]
         (tmp_path / f"{name}.csv").write_text("\n".join([head, *rows]) + "\n")
-    text = said({name: tmp_path / f"{name}.csv" for name in ("north", "south")})
+    text = notices_for({name: tmp_path / f"{name}.csv" for name in ("north", "south")})
     assert ('drawn from training rows for "south", since only others mark them' in text) == (len(marked) == 1)

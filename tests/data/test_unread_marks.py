@@ -29,7 +29,7 @@ def write(path: Path, labels: Sequence[Any] = LABELS, rows: int = 60, of: str = 
     return path
 
 
-def said(path: Path, task: str | None = None, **more: Any) -> str:
+def notices_for(path: Path, task: str | None = None, **more: Any) -> str:
     return "\n".join(load_table(DataSpec(path=str(path), **more), seed=0, task=task).notices)
 
 
@@ -55,15 +55,15 @@ def said(path: Path, task: str | None = None, **more: Any) -> str:
 )
 def test_a_column_that_splits_the_rows_is_reported(name: str, value: Any, word: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows=3000 if "sub" in name or value(0) == "train" else 60, **{name: value})
-    found = said(path)
+    found = notices_for(path)
     assert word in found if word else found == ""
     if word and "parts" not in word:  # a column by which rows are dealt is read
-        assert word not in said(path, partition=PartitionSpec("by_column", column=name))
+        assert word not in notices_for(path, partition=PartitionSpec("by_column", column=name))
 
 
 def test_patients_who_are_kept_apart_say_nothing(tmp_path: Path) -> None:
     marks = {"patient": lambda i: f"p{i // 6}", "split": lambda i: "test" if i < 12 else "train"}
-    assert said(write(tmp_path / "a.jsonl", **marks)) == ""
+    assert notices_for(write(tmp_path / "a.jsonl", **marks)) == ""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_files_next_to_those_that_are_read_are_reported(name: str, told: bool, t
     write(tmp_path / "train.jsonl")
     (tmp_path / name).write_bytes(b"x")
     (tmp_path / "train.py").write_bytes(b"x")
-    assert (f'"{name}" in' in said(tmp_path)) == told
+    assert (f'"{name}" in' in notices_for(tmp_path)) == told
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_files_next_to_those_that_are_read_are_reported(name: str, told: bool, t
     [((0, 1, "neg", "pos"), True), (("1", "2", "3", "unknown"), False), ((0, 1), False), (("no", "yes", 1), False)],
 )
 def test_numbers_among_names_of_classes_are_reported(labels: tuple[Any, ...], told: bool, tmp_path: Path) -> None:
-    assert ("holds numbers" in said(write(tmp_path / "a.jsonl", labels))) == told
+    assert ("holds numbers" in notices_for(write(tmp_path / "a.jsonl", labels))) == told
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_clients_whose_vectors_differ_are_reported(change: Any, word: str, tmp_p
 def test_channels_that_are_read_as_height_are_reported(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (30, 1, 28, 3)).astype(np.uint8)
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(30) % 2)
-    assert "1 pixels high: if this axis has the channels" in said(tmp_path / "a.npz")
+    assert "1 pixels high: if this axis has the channels" in notices_for(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("what", ["cmyk", "mask", "plain"])
@@ -139,7 +139,7 @@ def test_colours_of_print_and_masks_among_images_are_reported(what: str, tmp_pat
         (tmp_path / "ab"[i % 2] / f"case ({i}).jpg").write_bytes(file.getvalue())
         if what == "mask":
             picture.convert("L").point(lambda v: 255 * (v > 99)).save(tmp_path / "ab"[i % 2] / f"case ({i})_mask.png")
-    found = said(tmp_path)
+    found = notices_for(tmp_path)
     assert ("converted to RGB without their colour profile" in found) == (what == "cmyk")
     assert ("12 images, such as" in found and "masks of other images" in found) == (what == "mask")
     assert found == "" or what != "plain"
@@ -160,11 +160,11 @@ def test_answers_with_ratings_that_are_all_learned_alike_are_reported(
 ) -> None:
     rows = [{"prompt": f"say {i} now", "completion": f"yes {i * i}", column: value(i)} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = said(tmp_path / "a.jsonl")
+    found = notices_for(tmp_path / "a.jsonl")
     assert word in found if word else "answers" not in found
     if word.startswith("reject"):
         good = tuple(str(row[column]) for row in rows if str(row[column]) in ("True", "yes"))[:1]
-        assert word not in said(tmp_path / "a.jsonl", where={column: good})
+        assert word not in notices_for(tmp_path / "a.jsonl", where={column: good})
 
 
 @pytest.mark.parametrize("better", [5.0, 1.0])
@@ -174,7 +174,7 @@ def test_scores_that_speak_for_the_rejected_answer_are_reported(better: float, t
         for i in range(30)
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = said(tmp_path / "a.jsonl", "preference")
+    found = notices_for(tmp_path / "a.jsonl", "preference")
     assert ("in 30 of 30 rows" in found and "exchanged?" in found) == (better < 3)
 
 
@@ -185,7 +185,7 @@ def test_scores_that_speak_for_the_rejected_answer_are_reported(better: float, t
 def test_tags_without_an_outside_are_reported(tags: tuple[Any, ...], word: str, tmp_path: Path) -> None:
     rows = [{"tokens": ["a", f"b{i}"], "tags": tags} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = said(tmp_path / "a.jsonl", "token_classification")
+    found = notices_for(tmp_path / "a.jsonl", "token_classification")
     assert word in found if word else found == ""
 
 
@@ -205,7 +205,7 @@ def test_tags_without_an_outside_are_reported(tags: tuple[Any, ...], word: str, 
 def test_texts_that_other_programs_changed_are_reported(text: str, word: str, tmp_path: Path) -> None:
     rows = [{"text": text.format(i), "label": "ab"[i % 2]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = said(tmp_path / "a.jsonl")
+    found = notices_for(tmp_path / "a.jsonl")
     assert word in found if word else found == ""
 
 
@@ -213,7 +213,7 @@ def test_texts_that_other_programs_changed_are_reported(text: str, word: str, tm
 def test_texts_that_were_cut_at_one_length_are_reported(limit: int, told: bool, tmp_path: Path) -> None:
     rows = [{"text": (f"word {i} " * (5 + i))[:limit], "label": "ab"[i % 2]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert ("has another program cut them?" in said(tmp_path / "a.jsonl")) == told
+    assert ("has another program cut them?" in notices_for(tmp_path / "a.jsonl")) == told
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_label_that_is_written_into_the_texts_is_reported(text: str, told: boo
         {"text": text.format(own=names[i % 2], other=names[1 - i % 2], i=i), "label": names[i % 2]} for i in range(40)
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert ("hold the name of their class" in said(tmp_path / "a.jsonl")) == told
+    assert ("hold the name of their class" in notices_for(tmp_path / "a.jsonl")) == told
 
 
 @pytest.mark.parametrize(
@@ -240,5 +240,5 @@ def test_a_label_that_is_written_into_the_texts_is_reported(text: str, told: boo
 def test_a_table_that_is_read_as_running_text_is_reported(line: str, word: str, tmp_path: Path) -> None:
     head = ["text,label"] if word.startswith("rows") else []
     (tmp_path / "a.txt").write_text("\n".join([*head, *(line.format(i=i) for i in range(200))]))
-    found = said(tmp_path / "a.txt")
+    found = notices_for(tmp_path / "a.txt")
     assert word in found if word else found == ""

@@ -36,7 +36,7 @@ HERE, AWAY = ("127.0.0.1", 4000), ("192.0.2.7", 4000)
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def asked(path: str, client=AWAY, bearer: tuple[bytes, ...] = (), kind: str = "http") -> int | str:
+def ask_gate(path: str, client=AWAY, bearer: tuple[bytes, ...] = (), kind: str = "http") -> int | str:
     """What the gate answers; "in" if it passes the request on."""
     sent = []
 
@@ -71,22 +71,22 @@ def asked(path: str, client=AWAY, bearer: tuple[bytes, ...] = (), kind: str = "h
     ],
 )
 def test_silos_reach_the_fleet_interface_and_the_operator_all(path, silo, machine):
-    assert asked(path) == silo
-    assert asked(path, HERE) == asked(path, ("::1", 1)) == machine
-    assert asked(path, None) == asked(path, ("unix", 0)) == silo
-    assert asked(path, bearer=(b"Bearer " + SECRET,)) == "in"
+    assert ask_gate(path) == silo
+    assert ask_gate(path, HERE) == ask_gate(path, ("::1", 1)) == machine
+    assert ask_gate(path, None) == ask_gate(path, ("unix", 0)) == silo
+    assert ask_gate(path, bearer=(b"Bearer " + SECRET,)) == "in"
 
 
 @given(st.one_of(st.binary(max_size=80), st.integers(0, 63).map(lambda n: b"Bearer " + SECRET[:n])))
 def test_only_the_exact_secret_is_accepted(value):
-    assert asked("/v1/control/start-run", HERE, (value,)) == 403
+    assert ask_gate("/v1/control/start-run", HERE, (value,)) == 403
 
 
 def test_a_secret_twice_a_socket_and_a_short_secret_are_refused():
     bearer = b"Bearer " + SECRET
-    assert asked("/v1/control/start-run", bearer=(bearer, bearer)) == 403
-    assert asked("/v1/fleet/x", kind="websocket", bearer=(bearer,)) == "websocket.close"
-    assert asked("", kind="lifespan") == "in"
+    assert ask_gate("/v1/control/start-run", bearer=(bearer, bearer)) == 403
+    assert ask_gate("/v1/fleet/x", kind="websocket", bearer=(bearer,)) == "websocket.close"
+    assert ask_gate("", kind="lifespan") == "in"
     with pytest.raises(ValueError, match="32 bytes"):
         gate.AccessGate(None, b"short\n" + b" " * 40)  # type: ignore[arg-type]
 
@@ -214,7 +214,7 @@ def certificate(signer: Path, out: Path, host: str, begin: int, end: int) -> Pat
     return out
 
 
-def seen(kit: Path | None, ca: Path, answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") -> str:
+def status_for(kit: Path | None, ca: Path, answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") -> str:
     """What a silo says of a server with this certificate; None: a server without TLS."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -244,13 +244,13 @@ def test_each_way_in_which_a_server_is_the_wrong_one_has_its_line(tmp_path, sign
     other = tmp_path / "other"
     certificate_authority.create(other, "elsewhere")
     good = certificate(signer, tmp_path / "good", "127.0.0.1", -1, 1)
-    assert seen(good, signer) == ""
-    assert "certificate is of another federation" in seen(good, other)
-    assert "certificate has expired" in seen(certificate(signer, tmp_path / "1", "127.0.0.1", -2, -1), signer)
-    assert "not valid yet" in seen(certificate(signer, tmp_path / "2", "127.0.0.1", 1, 2), signer)
-    assert "is not for 127.0.0.1" in seen(certificate(signer, tmp_path / "3", "10.0.0.1", -1, 1), signer)
-    assert "status 404" in seen(good, signer, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-    assert "does not speak TLS" in seen(None, signer)
+    assert status_for(good, signer) == ""
+    assert "certificate is of another federation" in status_for(good, other)
+    assert "certificate has expired" in status_for(certificate(signer, tmp_path / "1", "127.0.0.1", -2, -1), signer)
+    assert "not valid yet" in status_for(certificate(signer, tmp_path / "2", "127.0.0.1", 1, 2), signer)
+    assert "is not for 127.0.0.1" in status_for(certificate(signer, tmp_path / "3", "10.0.0.1", -1, 1), signer)
+    assert "status 404" in status_for(good, signer, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+    assert "does not speak TLS" in status_for(None, signer)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # it never answers
         silent = f"127.0.0.1:{listener.getsockname()[1]}"
         assert "does not answer within 0.2 s" in server_seen.look(silent, signer / "ca.crt", 0.2).problem

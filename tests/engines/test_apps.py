@@ -484,7 +484,7 @@ class Twice(FedAvg):
         return Update(Params({"w": w["w"][:1] + float(client.id == "a")}), 1.0, {})
 
 
-def heard(fed, method, w):
+def ask_halves(fed, method, w):
     return [{c: u.delta["w"].item() for c, u in fed.ask(half, w=w).items()} for half in (method.judge, method.tune)]
 
 
@@ -493,7 +493,7 @@ def test_parameters_that_a_site_holds_do_not_cross_again(tmp_path):
     whole, _ = over_flower(method, tmp_path / "whole")
     fed, grid = over_flower(method, tmp_path / "spared", spare=True)
     for w in (WIDE, 2.0 * WIDE):
-        assert heard(fed, method, w) == heard(whole, method, w)
+        assert ask_halves(fed, method, w) == ask_halves(whole, method, w)
     assert fed.excluded == []
     assert fed.transcript.bytes_down == whole.transcript.bytes_down
     sizes = [serialised_nbytes(m.content) for m in grid.sent if m.metadata.message_type != HELLO]

@@ -466,14 +466,14 @@ WITHHELD = {"name": "fedpft", "rounds": 1, "components": 1, "counts": "withheld"
 )
 def test_a_silo_answers_no_request_that_its_experiment_excludes(tmp_path, method, privacy, scored, revealed):
     """Scores contain a number of rows: no words of a silo's let a server ask for them in a run that hides it."""
-    server = Server(silo(tmp_path, allow=list(EXPOSING)), experiment(method=method, **_given(privacy=privacy)))
+    server = Server(silo(tmp_path, allow=list(EXPOSING)), experiment(method=method, **without_none(privacy=privacy)))
     assert server.hello() == "fits"
     for word, told in (("scores", scored), ("reveal", revealed)):
         _, handler, body = EXPOSING[word]
         assert ("body" in server.send(handler, body)) == told
 
 
-def _given(**tables: Any) -> dict[str, Any]:
+def without_none(**tables: Any) -> dict[str, Any]:
     return {key: value for key, value in tables.items() if value is not None}
 
 

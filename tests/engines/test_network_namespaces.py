@@ -90,7 +90,7 @@ def listening(within: list[str]) -> list[int]:
     return sorted({int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == "0A"})
 
 
-def asked(within: list[str], code: str, *words: object) -> list:
+def run_code(within: list[str], code: str, *words: object) -> list:
     """What a program prints that runs in this namespace."""
     command = [*within, BIN.parent / "python", "-c", code, *words]
     done = subprocess.run([*map(str, command)], env=ENV, capture_output=True, text=True, check=False)
@@ -111,13 +111,13 @@ def test_a_silo_reaches_only_the_servers_fleet_interface(tmp_path: Path) -> None
         # Of all that listens at the server one port answers a silo, and silos do not answer each other.
         ports = listening(within["server"])
         assert kit.port in ports
-        assert asked(silo, CONNECT, HOST, *ports) == [kit.port]
+        assert run_code(silo, CONNECT, HOST, *ports) == [kit.port]
         own = listening(within["hospital-a"])
         assert own
-        assert asked(silo, CONNECT, "10.99.1.2", *own) == []
+        assert run_code(silo, CONNECT, "10.99.1.2", *own) == []
 
         # At this port what a silo has opens neither the control interface nor the runtime's.
-        refusals, control, runtime, fleet = asked(silo, ASK, kit.server, at.kits / "hospital-b/ca.crt")
+        refusals, control, runtime, fleet = run_code(silo, ASK, kit.server, at.kits / "hospital-b/ca.crt")
         assert len(refusals) == 3
         assert all("accepts only its operator" in text for text in refusals)
         assert control == runtime == 403  # the gate lets them through for the operator alone

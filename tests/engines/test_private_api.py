@@ -49,7 +49,7 @@ class Check:
         return self.does.__name__
 
     @property
-    def told(self) -> str:
+    def failure_text(self) -> str:
         """How a failure begins."""
         package = self.paths[0].partition(".")[0]
         module = next(module for module in MODULES if hasattr(module, self.function.partition(".")[0]))
@@ -61,7 +61,7 @@ class Check:
             self.does(*map(found, self.paths))
         except Exception as error:
             pytest.fail(
-                f"{self.told} (Flower's tested versions: {private_api.TESTED}); this does not hold: "
+                f"{self.failure_text} (Flower's tested versions: {private_api.TESTED}); this does not hold: "
                 f"{self.name.replace('_', ' ')}. {type(error).__name__}: {error}"
             )
 
@@ -443,7 +443,7 @@ def test_a_change_of_it_names_the_function_that_needs_work(check, monkeypatch):
             changed.delattr(importlib.import_module(home), name)
             with pytest.raises(pytest.fail.Exception) as told:
                 check.run()
-        assert str(told.value).startswith(check.told)
+        assert str(told.value).startswith(check.failure_text)
 
 
 def imports(file: Path) -> set[str]:

@@ -24,7 +24,7 @@ def tables(folder: Path, ranks: list[int], clients: int = 3, **method: Any) -> d
     }
 
 
-def said(folder: Path) -> list[str]:
+def rank_notices(folder: Path) -> list[str]:
     return [text for text in fedfm.load_run(folder).manifest["notices"] if "by client" in text]
 
 
@@ -34,12 +34,14 @@ def said(folder: Path) -> list[str]:
 def test_the_ranks_of_the_clients_are_reported(method, tmp_path):
     fedfm.run(tables(tmp_path, [1, 2, 4, 3], **method), tmp_path / "run", progress=QUIET)
     names = '"client-00 1", "client-01 2", "client-02 4"'
-    assert said(tmp_path / "run") == [f"method.ranks by client: {names}; the last 1 of 4 ranks belong to no client"]
+    assert rank_notices(tmp_path / "run") == [
+        f"method.ranks by client: {names}; the last 1 of 4 ranks belong to no client"
+    ]
 
 
 def test_equal_ranks_need_no_word(tmp_path):
     fedfm.run(tables(tmp_path, [2]), tmp_path / "run", progress=QUIET)
-    assert said(tmp_path / "run") == []
+    assert rank_notices(tmp_path / "run") == []
 
 
 @pytest.mark.sample("ranks0-left0", "ranks2-left2")

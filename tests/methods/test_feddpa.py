@@ -68,7 +68,7 @@ def rows_of(n=24, seed=0):
     return Rows(tokens=tokens, labels=torch.from_numpy(rng.integers(0, 3, n)))
 
 
-def asked(model, n=9):
+def instruction_rows(model, n=9):
     rng = np.random.default_rng(1)
     pairs = [(" ".join(rng.choice(COMMON, rng.integers(1, 5))), " ".join(rng.choice(COMMON, 2))) for _ in range(n)]
     return model.prepare(Table("instruction", pairs, None, (), np.full(n, "train")), range(n))
@@ -187,7 +187,7 @@ def test_each_row_has_one_mixing_weight(folder, kind):
 
 def test_instructions_are_weighed_by_their_prompt_and_answered_by_both(folder):
     model, hf = model_of(folder, "llama", "instruction"), plain(folder, "llama", head=False)
-    rows = asked(model)
+    rows = instruction_rows(model)
     starts = rows.tensors["answer_start"].tolist()
     g, v = noisy(model.params(), 1), noisy(model.params(), 2)
     client = client_of(model, rows)

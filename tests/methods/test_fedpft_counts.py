@@ -52,7 +52,7 @@ def tables(file, **method):
     }
 
 
-def seen(file, folder, **method):
+def run_and_capture(file, folder, **method):
     """The run's result, and of each class that crossed: (client, class, rows in truth, mixture), as the server saw."""
     result = fedfm.run(tables(file, **method), folder)
     counts = fedfm.load_run(folder).manifest["split"]["clients"]
@@ -81,12 +81,12 @@ def count_by_means(g, most=600):
 
 
 def test_weights_tell_a_count_that_is_sent_and_none_that_is_withheld(file, tmp_path):
-    _, sent = seen(file, tmp_path / "sent", samples=SAMPLES)
+    _, sent = run_and_capture(file, tmp_path / "sent", samples=SAMPLES)
     several = [(n, g) for _, _, n, g in sent if g.components > 1]
     read = [count_by_weights(g) == n for n, g in several]
     assert len(read) > 15
     assert np.mean(read) > 0.7
-    _, hidden = seen(file, tmp_path / "hidden", **HIDDEN)
+    _, hidden = run_and_capture(file, tmp_path / "hidden", **HIDDEN)
     several = [(n, g) for _, _, n, g in hidden if g.components > 1]
     assert len(several) > 8
     assert len({n for n, _ in several}) > 5
@@ -97,11 +97,11 @@ def test_weights_tell_a_count_that_is_sent_and_none_that_is_withheld(file, tmp_p
 
 
 def test_the_number_of_components_reveals_one_bit_of_a_withheld_count(file, tmp_path):
-    _, sent = seen(file, tmp_path / "sent", samples=SAMPLES)
+    _, sent = run_and_capture(file, tmp_path / "sent", samples=SAMPLES)
     follows = [g.components == max(1, min(K, n // 10)) for _, _, n, g in sent]
     assert np.mean(follows) > 0.6
     assert len({g.components for *_, g in sent}) > 3
-    result, hidden = seen(file, tmp_path / "hidden", **HIDDEN)
+    result, hidden = run_and_capture(file, tmp_path / "hidden", **HIDDEN)
     assert {g.components for *_, g in hidden} == {1, K}
     assert all(g.components == (K if n >= LEAST else 1) for _, _, n, g in hidden)
     assert {k for used in result["details"]["components_used"].values() for k in used.values()} == {1, K}
@@ -109,9 +109,9 @@ def test_the_number_of_components_reveals_one_bit_of_a_withheld_count(file, tmp_
 
 def test_means_of_features_on_a_grid_tell_a_count_that_is_sent_and_none_that_is_withheld(file, tmp_path):
     method = {"components": 1, "transport": "float32", "samples": SAMPLES}
-    _, sent = seen(file, tmp_path / "sent", **method)
+    _, sent = run_and_capture(file, tmp_path / "sent", **method)
     assert np.mean([count_by_means(g) == n for _, _, n, g in sent]) > 0.9
-    _, hidden = seen(file, tmp_path / "hidden", **method | HIDDEN)
+    _, hidden = run_and_capture(file, tmp_path / "hidden", **method | HIDDEN)
     found = [count_by_means(g) for *_, g in hidden]
     assert set(found) == {1}  # means lie on the features' grid or on a coarser one, whatever the count
 
@@ -168,7 +168,7 @@ def test_the_help_states_what_withheld_counts_still_reveal():
 
 def test_a_comparison_of_clients_estimates_counts_as_the_documents_say(file, tmp_path):
     """The mean of n rows is sigma / sqrt(n) from that of the class, in each of many features."""
-    _, hidden = seen(file, tmp_path / "hidden", **HIDDEN | {"components": 1})
+    _, hidden = run_and_capture(file, tmp_path / "hidden", **HIDDEN | {"components": 1})
     ratios = []
     for client, c, n, g in hidden:
         others = [h.means[0] for other, label, _, h in hidden if label == c and other != client]

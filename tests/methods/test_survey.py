@@ -278,7 +278,7 @@ def test_figures_do_not_depend_on_hidden_counts(silos, least):
     counts = np.array(silos, float)
     block = sums.SurveyBlock(sums.TARGETS, tuple("wxyz"), 4, 1)
 
-    def told(counts):
+    def published_counts(counts):
         members = [np.repeat(np.eye(4), row.astype(int), axis=0) for row in counts]
         parts = [sums.sums_of({block.name: x}, len(x)) for x in members if len(x)]
         total = {name: np.sum([part[name] for part in parts], axis=0) for name in parts[0]}
@@ -286,7 +286,7 @@ def test_figures_do_not_depend_on_hidden_counts(silos, least):
 
     if not counts.sum():
         return
-    found = told(counts)
+    found = published_counts(counts)
     hidden = [j for j, n in enumerate(found["counts"]) if n is None]
     if not hidden or found["between"] is None:
         return
@@ -297,8 +297,8 @@ def test_figures_do_not_depend_on_hidden_counts(silos, least):
     j, k = hidden[0], hidden[-1]
     if other[0, j] > 1:
         other[0, [j, k]] += [-1, 1]
-    if told(one)["counts"] == told(other)["counts"]:
-        assert told(one) == told(other)
+    if published_counts(one)["counts"] == published_counts(other)["counts"]:
+        assert published_counts(one) == published_counts(other)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(10, 60)), min_size=2, max_size=5), st.integers(2, 10))

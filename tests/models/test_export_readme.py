@@ -167,7 +167,7 @@ def made(place: Path, folder) -> dict[str, tuple]:
     }
 
 
-def asked(model, w):
+def batch_and_outputs(model, w):
     """A batch, and the run's own outputs for it."""
     if model.tools.processor is None and not model.classes:
         batch = {"input_ids": torch.tensor([[4, 5, 6, 7, 8], [4, 9, 10, 5, 6]])}
@@ -197,7 +197,7 @@ def test_the_code_loads_what_was_exported(tmp_path, folder, tmp_path_factory):
         # Only what is neither of torch nor of transformers needs fedfm: a student, and the ResNet before activation.
         assert "fedfm" not in cases[-1]["code"] or is_polynomial_student(model.module) or name.startswith("resnet")
         if to != "torch" or name.removesuffix(" torch") in (*ENCODERS, "features"):
-            batch, outputs = asked(model, w)
+            batch, outputs = batch_and_outputs(model, w)
             tensors = {k: v.contiguous() for k, v in batch.items()} | {"expected": outputs.contiguous()}
             save_file(tensors, tmp_path / f"{name}.safetensors")
         (tmp_path / "out" / name).rename(tmp_path / "moved" / name)

@@ -26,7 +26,7 @@ def pair(path, **adaptation):
     return [load_model(spec, classes=CLASSES, kind="text", seed=3, hollow=hollow) for hollow in (False, True)]
 
 
-def held(model):
+def stored_bytes(model):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.module.parameters()}
     return sum(storages.values())
 
@@ -39,7 +39,7 @@ def test_trained_tensors_and_fingerprint_are_those_of_the_complete_model(folder,
     assert hollow.params().sha256() == whole.params().sha256()
     assert hollow.fingerprint == whole.fingerprint
     sent = sum(t.nbytes for t in hollow.params().values())
-    assert held(hollow) < 2 * sent + 1_000 < held(whole)
+    assert stored_bytes(hollow) < 2 * sent + 1_000 < stored_bytes(whole)
     rows = whole.prepare(sentences(), range(4))
     assert multiply_accumulates.per_sample(hollow, rows) == multiply_accumulates.per_sample(whole, rows)
     with pytest.raises(RunError, match="has not loaded the model's weights"):
@@ -108,7 +108,7 @@ def test_a_bare_model_has_its_values_in_the_files(folder, family, adaptation, dt
     spec = ModelSpec(str(folder(family)), dtype=dtype, adaptation=AdaptationSpec(adaptation, rank=1))
     whole, bare = (load_model(spec, classes=CLASSES, kind="text", seed=3, bare=bare) for bare in (False, True))
     assert (bare.names, bare.layout, bare.fingerprint) == (whole.names, whole.layout, whole.fingerprint)
-    assert held(bare) < 0.5 * held(whole)
+    assert stored_bytes(bare) < 0.5 * stored_bytes(whole)
     unread = dict(bare.module.named_parameters())
     for name, p in whole.module.named_parameters():
         read = bare.slices.names.get(unread[name])

@@ -252,12 +252,12 @@ def test_a_base_in_four_bits_takes_an_eighth_of_float32(tmp_path):
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, "llama")
 
-    def held(**spec):
+    def base_bytes(**spec):
         model = load(tmp_path, prose(), "lora", **spec)
         layers = model.module.get_base_model().model.layers
         return quantised.nbytes(layers) - 4 * sum(p.numel() for n, p in layers.named_parameters() if "lora_" in n)
 
-    sizes = {q: held(quantization=q) for q in (None, "int8", "nf4")}
+    sizes = {q: base_bytes(quantization=q) for q in (None, "int8", "nf4")}
     assert sizes["nf4"] < 0.135 * sizes[None]
     assert sizes["int8"] < 0.26 * sizes[None]
 

@@ -41,7 +41,7 @@ def change(path, drop=(), **keys):
     path.write_text(json.dumps({k: v for k, v in table.items() if k not in drop} | keys))
 
 
-def told(folder, rows, **spec):
+def notices_for(folder, rows, **spec):
     return "\n".join(load(folder, rows, "lora", **spec).notices)
 
 
@@ -97,9 +97,9 @@ def test_a_misspelt_key_of_a_tokenizer_is_reported(copy, drop, keys, word):
 def test_two_files_that_name_other_special_tokens_are_reported(copy):
     folder = copy("bert")
     change(folder / "special_tokens_map.json", pad_token={"content": "[PAD]"}, unk_token="[UNK]")
-    assert "differ" not in told(folder, sentences())
+    assert "differ" not in notices_for(folder, sentences())
     change(folder / "special_tokens_map.json", pad_token={"content": "[UNK]"})
-    assert "differ: pad_token '[PAD]' and '[UNK]' ('[UNK]' is used)" in told(folder, sentences())
+    assert "differ: pad_token '[PAD]' and '[UNK]' ('[UNK]' is used)" in notices_for(folder, sentences())
 
 
 @pytest.mark.parametrize(("rows", "told_"), [(30, False), (94, False), (99, True), (4000, True)])
@@ -207,7 +207,7 @@ def test_chat_templates_that_do_not_count_are_reported(copy, files, config, word
 def test_doubtful_values_of_an_image_processor_are_reported(copy, keys, word):
     folder = copy("vit")
     change(folder / "preprocessor_config.json", **keys)
-    found = told(folder, images())
+    found = notices_for(folder, images())
     assert word in found if word else not found
 
 
@@ -224,9 +224,9 @@ def test_two_files_of_an_image_processor_are_compared(copy):
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": table}))
     assert not processor_files.notices(folder, None)
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": table | {"image_mean": [0.0] * 3}}))
-    assert "they differ: image_mean [0.5, 0.5, 0.5] and [0.0, 0.0, 0.0]" in told(folder, images())
+    assert "they differ: image_mean [0.5, 0.5, 0.5] and [0.0, 0.0, 0.0]" in notices_for(folder, images())
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": {"image_maen": [0.0] * 3}}))
-    assert '"image_maen" in its processor_config.json' in told(folder, images())
+    assert '"image_maen" in its processor_config.json' in notices_for(folder, images())
 
 
 @pytest.mark.proof
@@ -262,14 +262,14 @@ def test_a_weight_of_one_number_is_reported(copy):
     folder = copy("bert")
     weights, name = load_file(folder / "model.safetensors"), "encoder.layer.0.output.dense.weight"
     save_file(weights | {name: torch.full_like(weights[name], 0.5)}, folder / "model.safetensors", {"format": "pt"})
-    assert f"{name} of" in told(folder, sentences()).replace("bert.", "")
-    assert "nothing but 0.5, in each place" in told(folder, sentences())
+    assert f"{name} of" in notices_for(folder, sentences()).replace("bert.", "")
+    assert "nothing but 0.5, in each place" in notices_for(folder, sentences())
 
 
 def test_an_output_map_of_its_own_counts_and_is_reported(copy, tmp_path):
     folder = copy("gpt2")  # tied by default
     weights = load_file(folder / "model.safetensors")
-    assert "output map" not in told(folder, prose())
+    assert "output map" not in notices_for(folder, prose())
     own = torch.randn_like(weights["transformer.wte.weight"])
     save_file(weights | {"lm_head.weight": own}, folder / "model.safetensors", {"format": "pt"})
     model = load(folder, prose(), "lora")
@@ -283,7 +283,7 @@ def test_an_adapter_in_a_folder_inside_is_reported(copy):
     folder = copy("bert")
     (folder / "mine").mkdir()
     (folder / "mine" / "adapter_config.json").write_text("{}")
-    assert "has adapters of PEFT in folders inside (mine), which are not read" in told(folder, sentences())
+    assert "has adapters of PEFT in folders inside (mine), which are not read" in notices_for(folder, sentences())
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def clip(tmp_path):
 
 
 def test_classes_that_a_tokenizer_reads_as_one_are_reported(clip):
-    found = told(clip, images(), task="zero_shot")
+    found = notices_for(clip, images(), task="zero_shot")
     assert '3 of 3 names of classes as the same tokens, such as "north" and "south"' in found
 
 
@@ -353,4 +353,4 @@ def test_prompts_of_classes_are_padded_on_the_right(clip):
 
 def test_notices_of_the_text_encoders_tokenizer_are_kept(clip):
     change(clip / "tokenizer_config.json", ["pad_token"], pad_tokn="[PAD]")
-    assert '"pad_tokn" in its tokenizer_config.json' in told(clip, images(), task="zero_shot")
+    assert '"pad_tokn" in its tokenizer_config.json' in notices_for(clip, images(), task="zero_shot")

@@ -31,7 +31,7 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "m")
 
 
-def said(path):
+def notices_for(path):
     model = load_model(ModelSpec(str(path), adaptation=AdaptationSpec("head")), classes=CLASSES, kind="text")
     return "\n".join(model.notices)
 
@@ -66,9 +66,9 @@ def parts(path):
     ],
 )
 def test_other_parts_of_a_folder_are_named(copy, make, word):
-    before = said(copy)
+    before = notices_for(copy)
     make(copy)
-    after = said(copy)
+    after = notices_for(copy)
     assert (word in after and word not in before) if word else after == before
 
 
@@ -81,19 +81,19 @@ def test_a_tensor_lies_in_one_file(copy):
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     for file, some in files.items():
         save_file({name: weights[name] for name in some}, copy / file, {"format": "pt"})
-    assert "several files" not in said(copy)
+    assert "several files" not in notices_for(copy)
     second = {name: weights[name] + 1 for name in names[2:]}
     save_file(second, copy / "model-00002-of-00002.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=f"tensors in two of its files: {names[2]};"):
-        said(copy)
+        notices_for(copy)
 
 
 def test_weights_of_zeros_are_named(copy):
     weights = load_file(copy / "model.safetensors")
     name = "encoder.layer.1.output.dense.weight"
     save_file(weights | {name: torch.zeros_like(weights[name])}, copy / "model.safetensors", {"format": "pt"})
-    assert f"{name} of" in said(copy).replace("bert.", "")
-    assert "zeros" in said(copy)
+    assert f"{name} of" in notices_for(copy).replace("bert.", "")
+    assert "zeros" in notices_for(copy)
 
 
 @pytest.mark.parametrize("token", ["the", None])

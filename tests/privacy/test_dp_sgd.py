@@ -266,7 +266,9 @@ def test_steps_are_those_of_the_algorithm(make, local, monkeypatch):
     assert (model.params() - trained).norm() < 2e-3 * (trained - w).norm()
 
 
-def asked(model, rows, w, t, firsts, *, rounds=3, seed=None, key=KEY, mu=0.0, correction=None, memory=None, **local):
+def train_round(
+    model, rows, w, t, firsts, *, rounds=3, seed=None, key=KEY, mu=0.0, correction=None, memory=None, **local
+):
     """A round's training; without ``memory`` by a client whose memory was rolled back, as a server can make it."""
     who = client(model, rows, plan(rounds=rounds), key=key, memory=memory, firsts=firsts)
     who.round, who.seed = t, 100 + t if seed is None else seed
@@ -289,8 +291,8 @@ def relabelled(rows):
 def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else(memory):
     model, firsts = head(), {}
     rows, w = tensors(model, 10), model.params()
-    first = asked(model, rows, w, 2, firsts, memory=memory)
-    assert asked(model, rows, w, 2, firsts, memory=memory).sha256() == first.sha256()
+    first = train_round(model, rows, w, 2, firsts, memory=memory)
+    assert train_round(model, rows, w, 2, firsts, memory=memory).sha256() == first.sha256()
     other = [
         {"w": first},
         {"rows": corrected(rows)},
@@ -306,57 +308,57 @@ def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else(mem
     for change in other:
         given = {"rows": rows, "w": w} | change
         with pytest.raises(RowsChanged, match=r"from another start|number of training rows changed"):
-            asked(model, given.pop("rows"), given.pop("w"), 2, firsts, memory=memory, **given)
+            train_round(model, given.pop("rows"), given.pop("w"), 2, firsts, memory=memory, **given)
     with pytest.raises(ClientFault, match="round 1 comes after round 2"):
-        asked(model, rows, w, 1, firsts, memory=memory)
-    assert asked(model, rows, w, 2, firsts, memory=memory).sha256() == first.sha256()
+        train_round(model, rows, w, 1, firsts, memory=memory)
+    assert train_round(model, rows, w, 2, firsts, memory=memory).sha256() == first.sha256()
     assert sum(name.startswith("dp_sgd-place") for name in firsts) == 1  # no try has spent a step
 
 
 def test_all_steps_are_spent_once_in_any_order_and_after_kills():
     model, firsts = head(), {}
     rows, w = tensors(model, 10), model.params()
-    found = [asked(model, rows, w, t, firsts).sha256() for t in (1, 4, 9)]  # of one start, yet of a round each
+    found = [train_round(model, rows, w, t, firsts).sha256() for t in (1, 4, 9)]  # of one start, yet of a round each
     assert len({*found}) == 3
-    assert [asked(model, rows, w, t, firsts).sha256() for t in (1, 4, 9)] == found
+    assert [train_round(model, rows, w, t, firsts).sha256() for t in (1, 4, 9)] == found
     with pytest.raises(ClientFault, match="9 of 9 private steps are taken"):
-        asked(model, rows, w, 10, firsts)
+        train_round(model, rows, w, 10, firsts)
     for t in (2, 5, 8):
         with pytest.raises(ClientFault, match="comes after round"):
-            asked(model, rows, w, t, firsts)
+            train_round(model, rows, w, t, firsts)
 
 
 def test_the_number_of_rows_is_that_for_which_noise_and_coins_were_chosen():
     """With more rows the coins would take each row more often than the silo's ledger counts for their number."""
     model, firsts = head(), {}
     rows, w = tensors(model, 10), model.params()
-    asked(model, rows, w, 1, firsts)
+    train_round(model, rows, w, 1, firsts)
     for memory in (None, {}):
         with pytest.raises(RowsChanged, match="number of training rows changed"):
-            asked(model, rows.take(range(8)), w, 2, firsts, memory=memory)
-    asked(model, corrected(rows), w, 2, firsts)
+            train_round(model, rows.take(range(8)), w, 2, firsts, memory=memory)
+    train_round(model, corrected(rows), w, 2, firsts)
 
 
 def test_a_kill_before_the_answer_costs_its_round_and_no_other(monkeypatch):
     model, firsts = head(), {}
     rows, w = tensors(model, 10), model.params()
-    whole = asked(model, rows, w, 1, {}).sha256()
+    whole = train_round(model, rows, w, 1, {}).sha256()
     with monkeypatch.context() as patch:
         patch.setattr(PrivateSteps, "end", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            asked(model, rows, w, 1, firsts)
-    assert asked(model, rows, w, 1, firsts).sha256() == whole
-    assert asked(model, rows, w * 2.0, 2, firsts).sha256() != whole  # the next round has places of its own
+            train_round(model, rows, w, 1, firsts)
+    assert train_round(model, rows, w, 1, firsts).sha256() == whole
+    assert train_round(model, rows, w * 2.0, 2, firsts).sha256() != whole  # the next round has places of its own
 
 
 def test_a_repetition_that_comes_to_other_sums_is_refused(monkeypatch):
     """As on another processor: the start is the same, and the bits are not."""
     model, firsts = head(), {}
     rows, w = tensors(model, 10), model.params()
-    asked(model, rows, w, 1, firsts)
+    train_round(model, rows, w, 1, firsts)
     monkeypatch.setattr(private, "sums", lambda *given: lambda index: torch.full((21,), 1e-9, dtype=torch.float64))
     with pytest.raises(ClientFault, match="did not give the same bits"):
-        asked(model, rows, w, 1, firsts)
+        train_round(model, rows, w, 1, firsts)
 
 
 def test_a_restored_backup_gives_noise_of_its_own():
@@ -364,7 +366,7 @@ def test_a_restored_backup_gives_noise_of_its_own():
     model = head()
     rows, w = tensors(model, 10), model.params() * 0.0
     first, backup = {}, {}
-    one, two = asked(model, rows, w, 1, first), asked(model, corrected(rows), w, 1, backup)
+    one, two = train_round(model, rows, w, 1, first), train_round(model, corrected(rows), w, 1, backup)
     apart = torch.cat([(one - two)[name].reshape(-1) for name in model.live()])
     assert float(apart.norm()) > 0.5 * float(one.norm())
 

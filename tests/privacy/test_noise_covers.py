@@ -290,14 +290,14 @@ def test_the_property_finds_noise_that_is_shared():
 def test_fedpft_releases_once_a_run():
     firsts = {}
 
-    def asked(x, plan):
+    def release_sums(x, plan):
         return fedpft.noisy_sums(client(x, write_once=firsts.setdefault), plan).totals
 
     plan = Plan("add_remove", "spherical", epsilon=1.0)
-    assert torch.equal(asked(X, plan), asked(X, plan))
+    assert torch.equal(release_sums(X, plan), release_sums(X, plan))
     for x, p in ((X[:7], plan), (np.roll(X, 1, 1), plan), (X, dataclasses.replace(plan, epsilon=2.0))):
         with pytest.raises(ClientFault, match="already released"):
-            asked(x, p)
+            release_sums(x, p)
 
 
 def test_noise_is_added_in_one_place():

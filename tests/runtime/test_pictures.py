@@ -23,7 +23,7 @@ def tables(tmp_path_factory):
     }
 
 
-def held(population):
+def prepared_bytes(population):
     return sum(rows.tensors["pixel_values"].nbytes for data in population._data.values() for rows in data.ready)
 
 
@@ -32,14 +32,14 @@ def test_pictures_of_all_clients_fit_into_the_memory_that_is_allowed(tables, mon
     everything = 0
     for client in population.clients:
         everything += population.data(client).train.tensors["pixel_values"].nbytes
-    assert held(population) == everything
+    assert prepared_bytes(population) == everything
     one = everything // 6
     monkeypatch.setenv("FEDFM_MEMORY", str(4 * one))
     small = populate(Experiment.from_dict(tables))
     for _ in range(2):
         for client in small.clients:
             rows = small.data(client).train
-            assert held(small) <= 5 * one  # four that fit, and the one in use
+            assert prepared_bytes(small) <= 5 * one  # four that fit, and the one in use
             assert rows.tensors["pixel_values"].equal(population.data(client).train.tensors["pixel_values"])
     kept = small.data(small.clients[0])
     assert small.data(small.clients[5]) is not None

@@ -53,7 +53,7 @@ def test_a_changed_roster_is_read_before_the_next_answer(silo):
     folder = client_stub.admit({"experiment": EXPERIMENT, "key": "run"}, {"silo": str(silo)}, 1)
     host = client_host.of_folder(folder)[0]
 
-    def told():
+    def answer_hello():
         return payload.decode(*host.answer("", HELLO, *hello()), None)
 
     def roster():
@@ -61,16 +61,16 @@ def test_a_changed_roster_is_read_before_the_next_answer(silo):
         assert client == "north"
         return {*host._own.of_client["roster"]}
 
-    assert "body" in told()
+    assert "body" in answer_hello()
     assert roster() == {"north", "south"}
     whole = (silo.parent / "roster.toml").read_text()
     (silo.parent / "roster.toml").write_text(whole.splitlines()[0])
-    assert "body" in told()
+    assert "body" in answer_hello()
     assert roster() == {"north"}
     (silo.parent / "roster.toml").write_text(f'north = "{public(OTHER)}"\n')  # it would not know itself
-    assert told()["fault"]["code"] == "E_REFUSED"
+    assert answer_hello()["fault"]["code"] == "E_REFUSED"
     (silo.parent / "roster.toml").write_text(whole)
-    assert "body" in told()
+    assert "body" in answer_hello()
     log = (silo.parent / ".fedfm" / "silo.log").read_text()
     assert log.count("roster.toml changed: silo.toml is read again") == 2
     assert "nothing is answered: " in log

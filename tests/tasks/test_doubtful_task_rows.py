@@ -189,14 +189,14 @@ def test_a_column_that_counts_words_is_not_read_as_the_words(start, width, tmp_p
 def test_entities_of_two_notations_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(_tagged_rows.word_tokens, "of", lambda words, tools: type("P", (), {"places": words}))
 
-    def said(*sentences):
+    def notation_notices(*sentences):
         rows = [{"tokens": ["x", "y", "z"], "tags": tags} for tags in (*sentences, ["O", "O", "O"])]
         table = load("token_classification", jsonl(tmp_path, rows))
         return [t for t in _tagged_rows.forewarnings({"training": table}, None) if "two notations" in t]
 
     bio, bioes, bilou = ["B-P", "I-P", "O"], ["B-P", "E-P", "S-P"], ["B-P", "L-P", "U-P"]
-    assert not any(map(said, (bio, bioes, bilou)))
-    (text,) = said(bio, bilou)
+    assert not any(map(notation_notices, (bio, bioes, bilou)))
+    (text,) = notation_notices(bio, bilou)
     assert text.startswith("2 of 3 entities")
 
 

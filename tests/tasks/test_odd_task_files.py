@@ -118,7 +118,7 @@ def test_recordings_that_are_hardly_speech_are_named(scale: float, length: int, 
 def test_masks_that_are_not_turned_with_their_images_are_named(form: str, orientation: int, tmp_path: Path) -> None:
     """These orientations keep width and height, so that sizes do not tell whether a mask fits."""
 
-    def said(*, masks_too: bool) -> bool:
+    def has_notice(*, masks_too: bool) -> bool:
         for name in ("images", "masks"):
             (tmp_path / name).mkdir(exist_ok=True)
         for i in range(3):
@@ -131,5 +131,5 @@ def test_masks_that_are_not_turned_with_their_images_are_named(form: str, orient
         table = load_table(DataSpec(path=str(tmp_path)), seed=0, task="segmentation")
         return any("3 of 3 images" in text and "their masks have none" in text for text in table.notices)
 
-    assert said(masks_too=False) == (orientation > 1)
-    assert not said(masks_too=True)
+    assert has_notice(masks_too=False) == (orientation > 1)
+    assert not has_notice(masks_too=True)

@@ -8,7 +8,7 @@ from task_files import loader
 from fedfm.tasks._target_numbers import doubts, numbers
 
 
-def said(cells):
+def separator_notices(cells):
     return [text for text in doubts([cells], [numbers(cells, "y", None)], ["y"]) if "thousands" in text]
 
 
@@ -17,9 +17,9 @@ def said(cells):
 def test_dots_between_thousands_are_doubted(large, small):
     """As German spreadsheets write whole numbers."""
     cells = [f"{n:,}".replace(",", ".") for n in (*large, *small)]
-    assert len(said(cells)) == 1
-    assert not said([*cells, "0.5"])
-    assert not said([str(n) for n in (*large, *small)])
+    assert len(separator_notices(cells)) == 1
+    assert not separator_notices([*cells, "0.5"])
+    assert not separator_notices([str(n) for n in (*large, *small)])
 
 
 @settings(deadline=None)
@@ -27,7 +27,7 @@ def test_dots_between_thousands_are_doubted(large, small):
 def test_decimals_are_not_doubted(values):
     """As programs write them: with three decimals each, or as short as possible."""
     for cells in ([f"{v:.3f}" for v in values], [repr(v) for v in values], values):
-        assert not said(cells)
+        assert not separator_notices(cells)
 
 
 @pytest.mark.parametrize(

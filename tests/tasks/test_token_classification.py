@@ -109,13 +109,13 @@ def test_sentences_in_bio_and_in_iob1_are_named(model, tmp_path):
     """Each silo may have its own notation."""
     bio, iob1 = ["B-A", "I-A", "O", "B-A"], ["I-A", "I-A", "O", "I-A"]
 
-    def said(*sentences):
+    def notation_notices(*sentences):
         table = load(jsonl(tmp_path / "a.jsonl", [{"tokens": ["x"] * len(of), "tags": of} for of in sentences]))
         return [text for text in model.task.forewarnings({"training": table}, model.tools) if "two notations" in text]
 
-    assert not said(bio, bio)
-    assert not said(iob1, iob1)
-    (text,) = said(bio, iob1)
+    assert not notation_notices(bio, bio)
+    assert not notation_notices(iob1, iob1)
+    (text,) = notation_notices(bio, iob1)
     assert text.startswith("2 of 4 entities begin with I-")
 
 

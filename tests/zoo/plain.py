@@ -100,7 +100,7 @@ def judge_answers(model: Any, out: Path, file: Path) -> float:
     """The mean negative log-likelihood of the tokens of the answers, and of those that end them."""
     tokenizer, each = _tokenizer(out), []
     for row in _rows(file):
-        asked = _asked(tokenizer, row)
+        asked = _prompt_tokens(tokenizer, row)
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         said = [*tokenizer(row["output"], add_special_tokens=False)["input_ids"], *end]
         logits = model(input_ids=torch.tensor([asked + said])).logits[0, len(asked) - 1 : -1]
@@ -113,14 +113,14 @@ def answer(model: Any, out: Path, file: Path) -> list[str]:
     """The most likely tokens after each instruction, computed anew for each token, without a cache."""
     tokenizer, given = _tokenizer(out), []
     for row in _rows(file):
-        ids = asked = _asked(tokenizer, row)
+        ids = asked = _prompt_tokens(tokenizer, row)
         while len(ids) < len(asked) + ANSWER and (len(ids) == len(asked) or ids[-1] != tokenizer.eos_token_id):
             ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
         given.append(tokenizer.decode(ids[len(asked) :], skip_special_tokens=True).strip())
     return given
 
 
-def _asked(tokenizer: Any, row: dict[str, Any]) -> list[int]:
+def _prompt_tokens(tokenizer: Any, row: dict[str, Any]) -> list[int]:
     """Tokens of an instruction, without the one that a tokenizer of an encoder sets behind a text."""
     ids: list[int] = tokenizer(row["instruction"] + "\n")["input_ids"]
     return ids[:-1] if ids[-1] == tokenizer.sep_token_id else ids
