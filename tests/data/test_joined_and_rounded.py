@@ -167,5 +167,5 @@ def test_long_pictures_are_named(tmp_path: Path) -> None:
     for i in range(16):
         picture(tmp_path / "ab"[i % 2] / f"{i}.png", i, (64, 8))
     said = " ".join(read(tmp_path).notices)
-    assert "16 pictures" in said
+    assert "16 of 16 images" in said
     assert "3 times as long as wide, such as 64 x 8" in said

@@ -189,7 +189,7 @@ def test_rows_to_predict_are_anchors_or_texts(place, tmp_path):
 
 
 def test_an_npz_of_rows_that_are_no_arrays_is_refused(tmp_path):
-    with pytest.raises(InputError, match="'labels' are not array"):
+    with pytest.raises(InputError, match="'labels' are not an array"):
         write({"labels": [["a"], []]}, tmp_path / "a.npz")
     assert not (tmp_path / "a.npz").exists()
 
