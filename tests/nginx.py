@@ -62,7 +62,7 @@ class Nginx:
         return False
 
     def reload(self) -> None:
-        """As an operator does, e.g. for a new certificate."""
+        """Reload the configuration as an operator does, e.g. for a new certificate."""
         subprocess.run(self._command("-s", "reload"), capture_output=True, check=True)
 
     def kill(self) -> None:
@@ -89,7 +89,7 @@ class Nginx:
         return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate(("127.0.0.1", self.port)))
 
     def statuses(self) -> list[int]:
-        """Of all requests that it has answered."""
+        """The status codes of all answered requests."""
         lines = (self._folder / "access.log").read_text().splitlines()
         return [int(line.split('" ')[1].split()[0]) for line in lines]
 

@@ -65,7 +65,7 @@ def test_the_remaining_state_is_that_of_a_run_without_the_silo(tmp_path, monkeyp
 
 
 def test_the_solution_is_that_of_the_others_rows(analytic, tmp_path):
-    """Against numpy: centre rows and targets, then solve (X^T X + I) W = X^T Y."""
+    """Compared with numpy: centre rows and targets, then solve (X^T X + I) W = X^T Y."""
     assert analytic.sums("north") == 0
     leave(analytic.run, "north", tmp_path / "rest", sums=tmp_path / "north.sums", progress=QUIET)
     x, y = rows_of(analytic, ("east", "south"))

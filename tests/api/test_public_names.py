@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_dir_shows_what_is_public_and_all_of_it_is_there():
+def test_dir_lists_exactly_the_public_names():
     assert {
         "predict",
         "export",
@@ -49,13 +49,13 @@ def test_dir_shows_what_is_public_and_all_of_it_is_there():
         fedfm.nothing  # noqa: B018
 
 
-def test_importing_it_costs_nothing():
+def test_importing_fedfm_loads_no_heavy_library():
     code = "import sys, fedfm; dir(fedfm); print([m for m in ('torch', 'numpy', 'flwr') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
 
 
-def test_the_commands_are_functions(runs, tmp_path):
+def test_every_command_is_a_function(runs, tmp_path):
     path = runs / "fedavg"
     predicted = fedfm.predict(path, runs / "rows.npz")
     assert len(predicted["predictions"]) == 60

@@ -52,7 +52,7 @@ def test_the_files_of_all_give_the_values_of_the_replay(tmp_path, monkeypatch):
 
 @pytest.mark.proof
 def test_silos_without_a_file_count_as_one(tmp_path, monkeypatch, rows):
-    """Against the definition: all sets of two silos and the two others together are trained again."""
+    """Compared with the definition: all sets of two silos and the two others together are trained again."""
     federation = Summed(tmp_path, monkeypatch, names=FOUR, method=ANALYTIC, **HIDDEN)
     found = worth(federation.run, sums=files(federation, "ab"), rows=rows, progress=QUIET)
     parts = {"a": "a", "b": "b", "2 others together": "cd"}

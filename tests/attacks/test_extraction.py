@@ -24,11 +24,11 @@ def mixed(rng, rounds, size, a, spread=1.0):
     return w_pre, np.array(u), np.array(v)
 
 
-def test_two_rounds_by_hand():
+def test_two_rounds_equal_the_hand_computed_extraction():
     assert e.intersection(U, V) == pytest.approx(W_PRE, abs=1e-12)
 
 
-def test_one_round_by_hand():
+def test_one_round_equals_the_hand_computed_interval():
     low, high = e.place(1.0, 2.0)  # psi tau_t / tau_0 = 1
     assert (low, high) == (1.5, 2.0)
     everyone = e.one_round(U[0], V[0], low, high)
@@ -42,7 +42,7 @@ def test_one_round_by_hand():
 
 @given(SEEDS, st.integers(2, 6), st.integers(2, 50))
 @settings(max_examples=60, deadline=None)
-def test_lines_meet_in_w_pre_whatever_a_was(seed, rounds, size):
+def test_lines_intersect_in_w_pre_for_any_alpha(seed, rounds, size):
     rng = np.random.default_rng(seed)
     w_pre, u, v = mixed(rng, rounds, size, rng.uniform(0.1, 2, rounds))
     try:
@@ -56,7 +56,7 @@ def test_lines_meet_in_w_pre_whatever_a_was(seed, rounds, size):
 
 @given(SEEDS)
 @settings(max_examples=30, deadline=None)
-def test_the_meeting_is_the_least_squares_point_of_noisy_lines(seed):
+def test_the_intersection_of_noisy_lines_is_their_least_squares_point(seed):
     rng = np.random.default_rng(seed)
     rounds, size = 4, 7
     _, u, v = mixed(rng, rounds, size, rng.uniform(0.5, 2, rounds))
@@ -72,7 +72,7 @@ def test_the_meeting_is_the_least_squares_point_of_noisy_lines(seed):
 
 @given(SEEDS, st.floats(0.01, 100))
 @settings(max_examples=30, deadline=None)
-def test_rotation_shift_scale_and_order_move_the_point_alike(seed, scale):
+def test_rotation_shift_scale_and_order_commute_with_the_intersection(seed, scale):
     rng = np.random.default_rng(seed)
     w_pre, u, v = mixed(rng, 3, 8, rng.uniform(0.5, 2, 3))
     turn, shift = np.linalg.qr(rng.normal(size=(8, 8)))[0], rng.normal(size=8)
@@ -83,7 +83,7 @@ def test_rotation_shift_scale_and_order_move_the_point_alike(seed, scale):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f8", 1e-12), ("f4", 1e-5), ("f2", 2e-2)])
-def test_rounding_of_what_was_sent_is_all_that_is_left(dtype, bound):
+def test_the_error_is_only_the_rounding_of_the_messages(dtype, bound):
     rng = np.random.default_rng(0)
     w_pre, u, v = mixed(rng, 2, 5000, [1.5, 0.8])
     assert e.relative_error(e.intersection(u.astype(dtype), v.astype(dtype)), w_pre) < bound
@@ -95,7 +95,7 @@ def test_rounds_without_mixing_are_left_out():
     assert e.intersection(u, v) == pytest.approx(w_pre, abs=1e-9)
 
 
-def test_lines_that_do_not_meet_are_refused():
+def test_lines_without_an_intersection_are_refused():
     with pytest.raises(e.NoIntersectionError, match="1 line; at least two"):
         e.intersection(U[:1], V[:1])
     with pytest.raises(e.NoIntersectionError, match="0 lines"):
@@ -110,7 +110,7 @@ def groups_of(*sizes):
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def test_scalars_by_tensor():
+def test_a_scalar_for_each_tensor_is_fitted():
     rng = np.random.default_rng(2)
     groups, rounds = groups_of(40, 3, 1, 60), 3
     guess = np.array([1.0, 0.7, 0.5])
@@ -128,7 +128,7 @@ def test_scalars_by_tensor():
     assert e.relative_error(e.intersection(u, v), w_pre) > 1e-3
 
 
-def test_scalars_by_tensor_stay_in_their_range():
+def test_fitted_scalars_of_tensors_stay_in_their_range():
     """Parallel but for rounding, free scalars run away; the range of a_t holds them."""
     rng = np.random.default_rng(3)
     w_pre, u, v = mixed(rng, 3, 20, [1.5, 1.2, 0.9], spread=1e-7)
@@ -139,7 +139,7 @@ def test_scalars_by_tensor_stay_in_their_range():
     assert np.linalg.norm(x - w_pre) <= nearest
 
 
-def test_half_of_the_tensors_a_round():
+def test_tensors_mixed_at_least_twice_are_found():
     rng = np.random.default_rng(4)
     groups = groups_of(30, 30, 30)
     on = np.array([[1, 1, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0]])
@@ -160,7 +160,7 @@ def test_a_tensor_mixed_once_is_found_through_the_others():
 
 @given(SEEDS, st.sampled_from(["uniform", "log"]))
 @settings(max_examples=20, deadline=None)
-def test_coordinates_lie_in_every_interval(seed, prior):
+def test_every_interval_contains_its_coordinate(seed, prior):
     rng = np.random.default_rng(seed)
     guess = np.array([1.0, 0.8, 0.6])
     ratio = (0.02, 2.0) if prior == "log" else (1.0, 2.0)
@@ -193,7 +193,7 @@ def test_a_coordinate_that_never_moved_keeps_its_value():
 
 @given(SEEDS, st.floats(0.05, 3))
 @settings(max_examples=40, deadline=None)
-def test_one_line_errs_by_no_more_than_its_bound(seed, guess):
+def test_the_error_of_one_line_is_within_its_bound(seed, guess):
     """rho/(4 + 3 rho) |w_pre - u| with rho = tau_0 / (psi tau_t) = 1/l: 1/7 where rho = 1."""
     rng = np.random.default_rng(seed)
     w_pre, u, v = mixed(rng, 1, 20, [guess * rng.uniform(1, 2)])
@@ -213,7 +213,7 @@ def naive_alternating(u, v, l):  # noqa: E741 - the symbol of the specification
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_the_alternating_estimate_is_that_of_its_formula(rounds):
+def test_the_alternating_estimate_equals_its_formula(rounds):
     rng = np.random.default_rng(rounds)
     guess = 0.9 ** np.arange(rounds)
     w_pre, u, v = mixed(rng, rounds, 300, guess * rng.uniform(1, 2, rounds))
@@ -223,7 +223,7 @@ def test_the_alternating_estimate_is_that_of_its_formula(rounds):
     assert e.relative_error(x, w_pre) < 0.5
 
 
-def test_the_more_collude_the_nearer():
+def test_more_colluding_clients_give_a_better_estimate():
     rng = np.random.default_rng(7)
     guess = np.array([1.0, 0.8])
     w_pre, u, v = mixed(rng, 2, 4000, guess * [1.3, 1.7])
@@ -234,13 +234,13 @@ def test_the_more_collude_the_nearer():
     assert errors[-1] < 0.01 < errors[0]
 
 
-def test_nothing_mixed_in_gives_no_estimate():
+def test_a_run_without_mixing_gives_no_estimate():
     with pytest.raises(e.NoIntersectionError, match="no round"):
         e.alternating(U, V, np.zeros(2))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5, 1.0])
-def test_an_active_client_turns_the_mean_around(share):
+def test_an_active_client_reverses_the_direction_of_the_mean(share):
     """The others send w_t back: w' = -0.3 w_t, whose direction is the opposite one."""
     w = np.random.default_rng(9).normal(size=20)
     w_new = share * e.turned_around(w, share) + (1 - share) * w
@@ -250,12 +250,12 @@ def test_an_active_client_turns_the_mean_around(share):
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
-def test_a_share_is_a_share(share):
+def test_shares_of_the_change_are_validated(share):
     with pytest.raises(ValueError, match="share"):
         e.turned_around(np.ones(2), share)
 
 
-def test_dist_is_driven_by_tiny_entries():
+def test_tiny_entries_dominate_dist():
     truth = np.array([1.0, 1.0, 1.0])
     assert e.dist(np.array([2.0, 0.5, 0.0]), truth) == pytest.approx((0.5 + 1.0) / 2)
     close = np.array([1.0, 1.0, 1e-3])

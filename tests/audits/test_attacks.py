@@ -77,7 +77,7 @@ def ratio_auc(n: int, covariance: str, components: int, repeats: int = 12, d: in
 
 
 def test_membership_falls_with_the_rows_of_a_class():
-    """Of the score of a member the mean is d/n above that of a stranger and the variance about d/n on both sides.
+    """The mean score of a member is d/n above that of a stranger, and both variances are about d/n.
 
     So the AUC is near Phi(sqrt(d / 2 n)): 0.89 at n = 10 and 0.61 at n = 200 for d = 30.
     """

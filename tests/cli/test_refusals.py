@@ -39,7 +39,7 @@ def test_no_message_shows_the_number_of_a_systems_error():
     assert not found
 
 
-def test_reasons_are_words(tmp_path):
+def test_reasons_of_system_errors_are_words(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\x8f")
     for read in (tmp_path.read_bytes, (tmp_path / "none").read_text, (tmp_path / "bytes").read_text):
         with pytest.raises((OSError, ValueError)) as caught:

@@ -85,7 +85,7 @@ PRETRAINING = {
 
 
 def keys_of(found):
-    """With which the lines begin, sorted."""
+    """The keys with which the lines begin, sorted."""
     return sorted(line.split(":")[0].split(" = ")[0].split("[")[0].split(" is ")[0] for line in found)
 
 
@@ -162,7 +162,7 @@ def test_a_key_that_two_readers_refuse_is_reported_once(tmp_path):
         ("import no_such_module", "No module named 'no_such_module'"),
     ],
 )
-def test_a_module_of_the_users_that_cannot_be_imported_is_a_fault_of_the_file(tmp_path, monkeypatch, text, why):
+def test_a_users_module_that_cannot_be_imported_is_a_fault_of_the_file(tmp_path, monkeypatch, text, why):
     monkeypatch.syspath_prepend(str(tmp_path))
     name = f"brought_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
@@ -183,7 +183,7 @@ def test_every_fault_of_a_roster_is_reported(tmp_path):
     ]
 
 
-def test_more_faults_than_fit_are_counted(tmp_path):
+def test_faults_beyond_the_limit_are_counted(tmp_path):
     tables = copied(GOOD)
     tables["run"] |= {f"key{i}": i for i in range(60)}
     found = faults_of(tmp_path / "e.toml", tables)

@@ -13,10 +13,10 @@ from fedfm.core.text import to_json, visible
 
 
 def strict(text):
-    """As a reader that follows RFC 8259 reads it."""
+    """Read a text as RFC 8259 requires: NaN and infinity are errors."""
 
     def refuse(name):
-        raise ValueError(f"{name} is not a JSON")
+        raise ValueError(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 

@@ -56,7 +56,7 @@ OF: dict[str, tuple[str, Callable[[list[int]], Any]]] = {
     seed=st.integers(0, 2**32 - 1),
 )
 def test_rows_that_are_training_rows_are_counted(kind: str, values: list[int], seed: int) -> None:
-    """Against a count by lists, for every kind of input; those of one beginning and length differ all the same."""
+    """Compared with a count by lists, for every kind of input; equal beginnings and lengths are not enough."""
     split = np.random.default_rng(seed).choice(["train", "val", "test"], len(values))
     name, inputs = OF[kind]
     table = Table(name, inputs(values), None, (), split)  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def test_the_threat_model_has_the_limits_of_the_code():
 
 
 def first_cells(page, heading):
-    """Of the table under these column titles."""
+    """The first cells of the rows in the table with these column titles."""
     part = page.read_text(encoding="utf-8").partition(f"\n| {heading} ")[2]
     rows = part.partition("\n\n")[0].splitlines()[2:]
     return [row.strip("| ").split(" | ")[0] for row in rows]

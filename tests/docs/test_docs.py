@@ -139,7 +139,7 @@ def prose(page):
 
 
 def anchors(page):
-    """Of its headings, as GitHub and MyST name them."""
+    """The anchors of a page's headings, as GitHub and MyST name them."""
     titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -15,7 +15,7 @@ def page(name):
 
 
 def mean(name, table, row, key="accuracy", scale=0.01):
-    """Over the seeds."""
+    """The mean over the seeds."""
     return scale * statistics.fmean(kept[key] for kept in page(name)[table]["rows"][row].values())
 
 

@@ -122,7 +122,7 @@ def test_the_check_sees_what_is_wrong():
 
 
 def keys(cls):
-    """Of a table and the tables in it, dotted."""
+    """The dotted keys of a table and of the tables in it."""
     cls = complete_class(cls)
     hints, out = typing.get_type_hints(cls), set()
     for f in dataclasses.fields(cls):

@@ -60,7 +60,7 @@ def test_show_lists_exactly_the_settings_that_differ_from_the_paper(name, capsys
         assert bool(paper.why) == (key in expected), f"{name}: {key} has a reason if and only if it differs"
 
 
-def test_the_methods_of_the_papers_are_compared():
+def test_the_five_papers_methods_have_paper_settings():
     assert {"blindfed", "fedbaf", "fedbip", "fedms", "fedpft"} <= set(METHODS)
 
 

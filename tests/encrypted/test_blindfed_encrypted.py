@@ -93,7 +93,7 @@ def test_a_released_message_holds_nothing_else(kind):
 
 
 def test_other_slots_of_a_grid_are_zero():
-    """Of a grid of 16 tokens and one feature: one slot of each quadrant is released."""
+    """A grid has 16 tokens and one feature: one slot of each quadrant is released."""
     shape = Released("grid", 16, 1)
     x = np.random.default_rng(2).normal(size=(1, 16, 1))
     sums = np.zeros(16)

@@ -77,7 +77,7 @@ class Run:
 
 
 def encrypted(run, x):
-    """As the states of a block are."""
+    """Encrypt numbers as the states of a block are encrypted."""
     residues = HOLDER._keys.encrypt(run.owner.layout.pack(x))
     return Ciphertexts(residues.view(np.uint64), 2.0**36, run.owner.keys).at(3)
 

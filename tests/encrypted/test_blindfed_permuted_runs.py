@@ -140,7 +140,7 @@ def test_predictions_go_by_the_same_protocol(runs, tmp_path):
 
 
 class Killed(BaseException):
-    """As by a signal: nothing of the process's memory is left."""
+    """Ends a process as a signal does: nothing of its memory is left."""
 
 
 @pytest.mark.release

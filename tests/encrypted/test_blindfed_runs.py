@@ -75,7 +75,7 @@ def test_the_learning_rate_falls_as_in_the_paper_by_default(clear, tmp_path):
 
 
 class Killed(BaseException):
-    """As by a signal: nothing of the process's memory is left."""
+    """Ends a process as a signal does: nothing of its memory is left."""
 
 
 @pytest.mark.sample("masked")
@@ -307,7 +307,7 @@ def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path)
 
 @pytest.mark.deployment
 def test_a_deployed_run_is_as_accurate_and_sites_get_no_model_name(clear, tmp_path):
-    """Of two clients at a time."""
+    """The simulation runs two clients at a time."""
     local = fedfm.run(experiment(clear[0], encryption="clear", clients=2), tmp_path / "local")
     run = {"engine": "deployment", "workers": 0}
     tables = experiment(clear[0], encryption="ckks", clients=2, processes=2, run=run)

@@ -88,7 +88,7 @@ def test_parameters_that_seal_refuses_are_refused():
 
 
 def test_evaluation_form_multiplies_polynomials():
-    """Against the schoolbook product modulo X^N + 1, of sparse polynomials."""
+    """Compared with the schoolbook product modulo X^N + 1, of sparse polynomials."""
     rng = np.random.default_rng(2)
     n, q = RING.degree, [int(p) for p in RING.primes]
     a = {int(i): int(v) for i, v in zip(rng.integers(0, n, 5), rng.integers(-(2**40), 2**40, 5), strict=True)}
@@ -129,7 +129,7 @@ def test_halves_are_those_of_centred_integers(limbs, seed, edges):
 @given(st.integers(1, 5), st.integers(0, 2**32), st.sampled_from([1, -1]))
 @settings(max_examples=12, deadline=None)
 def test_pairs_are_complex_slots_and_come_apart(count, seed, sign):
-    """Against the definition: X^(N/2) is i or -i in turn; a conjugation gives both parts, each exactly."""
+    """Compared with the definition: X^(N/2) is i or -i in turn; a conjugation gives both parts, each exactly."""
     x = np.random.default_rng(seed).normal(size=(count, PARAMETERS.slots))
     plain = encoding.to_residues(encoding.encode(x, PARAMETERS.scale, 8192), 3, RING)
     pairs = RING.pair(plain, sign)
@@ -145,7 +145,7 @@ def test_pairs_are_complex_slots_and_come_apart(count, seed, sign):
 
 
 def test_slots_are_values_of_the_polynomial():
-    """Against the definition: slot j is m(zeta^(3^j))."""
+    """Compared with the definition: slot j is m(zeta^(3^j))."""
     coefficients = np.random.default_rng(3).integers(-(2**30), 2**30, (1, 8192))
     slots = encoding.decode(coefficients, 2.0**20)
     for j in (0, 1, 2, 1000, 4095):
@@ -201,7 +201,7 @@ def test_squares_rotations_and_sums():
 @given(st.integers(1, 4), st.integers(0, 2**32))
 @settings(max_examples=5, deadline=None)
 def test_pairs_of_products_open_to_both_products(count, seed):
-    """Against the slots; the unit is i or -i in turn, and an odd one out stays real."""
+    """Compared with the slots; the unit is i or -i in turn, and an odd one out stays real."""
     which = np.random.default_rng(seed).integers(0, len(X), count).tolist()
     got = product_pairs(EX[:count], EY, which)
     want, half = X[:count] * Y[which], (count + 1) // 2
@@ -243,7 +243,7 @@ def test_squares_before_another_product_are_relinearised_as_pairs():
 
 
 def test_a_wide_inverse_is_refreshed_with_less_noise_and_within_the_bound():
-    """Against the polynomial in float64; without the lift the same steps have several times the error."""
+    """Compared with the polynomial in float64; without the lift the same steps have several times the error."""
     inverse = Inverse(18, (2e-5, 2.0), scale=0.9)
     u = np.geomspace(4e-5, 1.7, PARAMETERS.slots)[None] * 0.9
     want, errors = inverse.evaluate_folded(u.view(Squared)), []
@@ -316,7 +316,7 @@ def test_matrix_products_are_seals_bit_for_bit():
 @given(st.integers(0, 2**32), st.integers(1, 33), st.integers(1, 9))
 @settings(max_examples=10, deadline=None)
 def test_matrix_products_are_exact(seed, magnitude, rows):
-    """Against Python's whole numbers, at the largest pieces: bits of W from 1 to 33."""
+    """Compared with Python's whole numbers, at the largest pieces: bits of W from 1 to 33."""
     rng = np.random.default_rng(seed)
     weight = rng.integers(-(2**magnitude) + 1, 2**magnitude, (rows, 4)).astype(float)
     got = matrix_product(weight, EX.residues, RING)

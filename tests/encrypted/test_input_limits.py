@@ -31,7 +31,7 @@ def noise(seed, n=3, side=32, size=1.0):
 
 
 def test_the_statistics_are_their_definitions():
-    """Against NumPy and SciPy, square by square."""
+    """Compared with NumPy and SciPy, square by square."""
     x = noise(0, n=2, side=40)
     found = measure_detail(x)
     for i, picture in enumerate(x.double().numpy()):

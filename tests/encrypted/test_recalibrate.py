@@ -56,7 +56,7 @@ def again(place, folder, **recipe):
 
 
 def features(folder, rows):
-    """Of the held-out rows of a file, and the share of arguments outside."""
+    """The features of the held-out rows of a file, and the share of arguments outside the intervals."""
     from fedfm.data.load import load_table
     from fedfm.data.spec import DataSpec
 

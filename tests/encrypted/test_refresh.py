@@ -112,7 +112,7 @@ def test_the_distance_of_a_shifted_uniform_number(shift, size):
 
 @given(st.integers(2, 4), st.floats(0.5, 1e3), st.integers(20, 40))
 def test_the_distance_bounds_every_message(limbs, bound, scale_bits):
-    """Against the sum of |v_j| / M, of a polynomial whose slots reach the bound, and no wrap-around."""
+    """Compared with the sum of |v_j| / M, of a polynomial whose slots reach the bound, and no wrap-around."""
     from fedfm.encrypted.ckks import encoding
 
     scale = 2.0**scale_bits

@@ -59,7 +59,7 @@ def test_the_operations_do_not_depend_on_the_order(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [Packing(P, 4), Packing(SLOW_LINK, 16), Packing(P, 4096)])
-def test_shifts_are_covered_once_and_three_keys_do(layout):
+def test_shifts_are_covered_once_with_at_most_three_keys(layout):
     b = slot_permutation.baby(layout)
     for n in {1, 2, b, layout.samples} & set(range(layout.samples + 1)):
         shifts = [g * b + i for g in slot_permutation.giants(n, layout) for i in range(b)]

@@ -198,7 +198,7 @@ print(json.dumps(seen))
 
 @pytest.mark.simulation
 def test_rays_actors_share_gpus(tmp_path):
-    """Of two GPUs four actors of half a GPU see one each, and every GPU is seen twice."""
+    """With two GPUs, each of four actors with half a GPU sees one GPU, and two actors see the same one."""
     two = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1"}
     command = [sys.executable, "-c", _ACTORS, str(tmp_path / "log")]  # Ray leaves files open in its own process
     found = subprocess.run(command, env=two, capture_output=True, text=True, timeout=300, check=True)

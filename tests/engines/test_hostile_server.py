@@ -77,7 +77,7 @@ class Server:
         return self.raw(handler, head, b"".join(pieces))
 
     def raw(self, handler: str, head: str, data: bytes) -> dict[str, Any]:
-        """As :meth:`send`, of a message's bytes."""
+        """:meth:`send` for the bytes of a message."""
         try:
             folder = client_stub.admit(self.config, self.node, 1)
             answer = client_host.of_folder(folder)[0].answer("", handler, head, data)

@@ -149,7 +149,7 @@ class Silo:
             return client_stub.fault_halves(fault, head, data)
 
     def send(self, handler: str, body: Any, text: Any, key: Any = "run", round: Any = 1, call: Any = 1) -> Any:
-        """As :meth:`ask`, of a well-formed message; returns the fault's code, or None."""
+        """:meth:`ask` for a well-formed message; returns the fault's code, or None."""
         head, pieces = payload.encode({"round": round, "call": call, "body": body})
         content = flower_records.pack(head, b"".join(pieces))
         return self.ask(content, flower_records.message_type(handler), text, key).get("fault", {}).get("code")
@@ -422,7 +422,7 @@ def _rounds(silo: Silo) -> int:
 
 
 def messages_of_secure_aggregation(silo: Silo, w: Params) -> None:
-    """In a run of its own, in which the server may ask for masked updates: every message, with what no server sends."""
+    """Every message of a separate run in which the server may ask for masked updates, also forged ones."""
     text, key = HIDDEN, "hidden"
     silo.write(key)
     assert silo.send(HELLO, {"classes": CLASSES}, text, key, 0, 0) is None

@@ -90,7 +90,7 @@ def test_a_bad_client_is_named_and_the_round_goes_on(tmp_path, workers, name, co
 
 
 class Unspeakable(Exception):
-    """Of a library that never tested it."""
+    """An exception whose text cannot be made, as from a faulty library."""
 
     def __str__(self):
         raise SystemExit(7)

@@ -21,7 +21,7 @@ SHORT = "    keepalive_timeout 1s;\n    client_header_timeout 1s;\n    client_bo
 
 
 def port(at) -> int:
-    """Where the silos connect."""
+    """The port to which the silos connect."""
     return int(at.server().server.rpartition(":")[2])
 
 

@@ -374,7 +374,7 @@ def test_a_singular_matrix_of_true_rows_is_no_lie(place, kind, tmp_path):
     ],
 )
 def test_two_newcomers_give_the_solution_of_all_rows(place, task, method, tmp_path):
-    """Against scikit-learn on the rows of everybody, and the state's sums to 1e-8."""
+    """Compared with scikit-learn on the rows of everybody, and the state's sums to 1e-8."""
     x, y = (X[:TRAIN], {"classification": Y, "multi_label": SETS}[task][:TRAIN])
     more = {"classes": np.array(["even", "low"])} if task == "multi_label" else {"classes": np.array(list("0123"))}
     for name, part in {"a": slice(0, 50), "b": slice(50, 70), "c": slice(70, 90)}.items():

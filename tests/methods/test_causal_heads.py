@@ -49,7 +49,7 @@ def experiment(folder, method, model="llama", clients=3, run=None, **keys):
 
 
 def known(folder, model="llama"):
-    """By split, features as transformers computes them text by text, and labels."""
+    """For each split, the features that transformers computes text by text, and the labels."""
     from transformers import AutoModel, AutoTokenizer
 
     with quiet():

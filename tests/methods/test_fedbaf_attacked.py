@@ -27,7 +27,7 @@ def trimmed_mean(x):
 
 
 def krum(x):
-    """With one Byzantine of m: the update with the least sum of squared distances to its m - 3 nearest others."""
+    """Krum with one Byzantine of m: the update with the least sum of squared distances to its m - 3 nearest others."""
     scores = [sum(sorted(float(((a - b) ** 2).sum()) for j, b in enumerate(x) if j != i)[: len(x) - 3])
               for i, a in enumerate(x)]  # fmt: skip
     return x[int(np.argmin(scores))]

@@ -439,7 +439,7 @@ def test_dsfl_keeps_the_largest():
 
 @pytest.mark.parametrize("feedback", [True, False])
 def test_dsfl_remembers_what_it_did_not_send(tmp_path, feedback):
-    """Against a loop of its own: full batches from w, the largest third of change plus residual is applied."""
+    """Compared with a loop of its own: full batches from w, the largest third of change plus residual is applied."""
     rows = {"a": random_rows()["c0"]}
     method = DSFL(rounds=3, keep=1 / 3, feedback=feedback, local=SGD(learning_rate=0.5, batch_size=64))
     states = run(method, federation(method, tmp_path, rows), 3)

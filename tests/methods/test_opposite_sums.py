@@ -71,7 +71,7 @@ def test_silos_that_agree_on_nothing_name_nobody():
 
 @pytest.mark.parametrize("size", [2, 3, 8, 20])
 def test_the_limit_is_that_of_directions_drawn_at_random(size):
-    """Against 400,000 directions of the normal distribution."""
+    """Compared with 400,000 directions of the normal distribution."""
     chance = 0.002
     (limit,) = limits_of([size], chance)
     z = np.random.default_rng(size).normal(size=(400_000, size))

@@ -288,7 +288,7 @@ def test_fedala_learns_until_its_losses_settle(tmp_path):
 
 
 def test_two_steps_of_fedala_entry_by_entry():
-    """Against the formulas written out for a linear softmax of 4 features and 3 classes."""
+    """Compared with the formulas written out for a linear softmax of 4 features and 3 classes."""
     draw = torch.Generator().manual_seed(3)
     rows = Rows({"features": torch.randn(11, 4, generator=draw)}, labels=torch.arange(11) % 3)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))

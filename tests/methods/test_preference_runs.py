@@ -18,7 +18,7 @@ GOOD, BAD = ("swim river", "river water"), ("wing nest", "nest sky")
 
 
 def preferences(n=48):
-    """Of every two answers that about rivers is the better one."""
+    """Preferences: of two answers, the one about rivers is better."""
     rng = random.Random(0)
     return [
         {

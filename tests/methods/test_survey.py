@@ -97,7 +97,7 @@ def test_figures_of_a_run_are_those_of_the_pooled_rows(place, tmp_path, how):
 
 
 def test_the_share_between_silos_is_that_of_an_analysis_of_variance():
-    """Of one dimension: F = (between / (K - 1)) / (within / (n - K)), by scipy."""
+    """In one dimension: F = (between / (K - 1)) / (within / (n - K)), by scipy."""
     rng = np.random.default_rng(3)
     groups = [rng.normal(k / 3, 1, n) for k, n in enumerate((8, 20, 31))]
     x, owner = np.concatenate(groups), np.repeat([0, 1, 2], [8, 20, 31])

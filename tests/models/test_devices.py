@@ -169,7 +169,7 @@ def adapted():
 
 
 def test_trained_parameters_of_a_model_on_two_devices_are_on_one():
-    """On devices that are pretended: a product of tensors from two devices would raise."""
+    """On fake devices: a product of tensors from two devices would raise."""
     module = adapted()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         for name, part in module.named_modules():

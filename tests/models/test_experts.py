@@ -55,7 +55,7 @@ class Case:
     rows: Rows
 
     def logits(self, terms, index):
-        """Of the plain model with the weights W + sum m (alpha / r) B A, and heads sum m head."""
+        """Logits of the plain model with the weights W + sum m (alpha / r) B A, and with the head sum m head."""
         weights = {name: p.detach() for name, p in self.plain.named_parameters()}
         heads = {}
         for m, w, where in terms:

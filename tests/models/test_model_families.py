@@ -68,7 +68,7 @@ def test_layers_are_the_blocks_and_the_modules_before_the_first(folder, family, 
     assert all(n.startswith(f"{path}.") for path in blocks for n in found[path])
 
 
-def test_without_a_trained_block_every_module_is_a_layer(folder):
+def test_without_trained_blocks_every_module_is_a_layer(folder):
     model = load(folder("vit"), table_for("vit"), "head")
     assert list(layers(model, "layer")) == ["classifier"]
 

@@ -235,7 +235,7 @@ def test_answers_are_compared_with_the_complete_reference(folder, monkeypatch):
 
 
 def test_an_answer_does_not_depend_on_the_right_one(folder):
-    """Of a long prompt training keeps what a right answer leaves."""
+    """Training cuts a long prompt to the length that the right answer leaves."""
     question = " ".join(["the quick brown fox jumps over a lazy dog"] * 3)
     pairs = [(question, "sing"), (question, "seven small birds sing while a lazy dog jumps")]
     model = load(folder("llama"), asking(pairs), "lora", max_length=16)
@@ -292,7 +292,7 @@ def test_rouge_1(answer, reference, f1):
 @given(st.integers(1, 30), st.integers(2, 5), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_a_row_without_an_answer_is_a_wrong_prediction_of_no_class(n, classes, seed):
-    """Against scikit-learn, with a further class for such rows that is not averaged over."""
+    """Compared with scikit-learn, with a further class for such rows that is not averaged over."""
     rng = np.random.default_rng(seed)
     logits, labels = torch.from_numpy(rng.normal(size=(n, classes))), torch.from_numpy(rng.integers(0, classes, n))
     silent = torch.from_numpy(rng.random(n) < 0.3)

@@ -35,7 +35,7 @@ def saved(folder, name, keys):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_new_head_reads_what_the_encoder_pools(tmp_path, name):
+def test_a_new_head_reads_the_encoders_pooled_output(tmp_path, name):
     keys, pooling = ENCODERS[name]
     table = images()
     model = load(saved(tmp_path, name, keys), table, "head")
@@ -57,7 +57,7 @@ def test_features_are_the_encoders_own(tmp_path):
     torch.testing.assert_close(model.features(rows), theirs.pooler_output, rtol=1e-4, atol=1e-5)
 
 
-def test_a_masked_autoencoder_sees_all_of_a_picture(tmp_path):
+def test_a_masked_autoencoder_sees_the_complete_image(tmp_path):
     table = images()
     model = load(saved(tmp_path, "ViTMAE", VISION), table, "head")
     embedded = []
@@ -87,7 +87,7 @@ def test_all_adaptations_train_and_export_as_tensors(tmp_path, adaptation):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_code_of_an_export_scales_what_its_head_takes(tmp_path, dtype):
+def test_the_code_of_an_export_scales_the_inputs_of_its_head(tmp_path, dtype):
     table = images()
     model = load(saved(tmp_path / "m", "ViTMAE", VISION), table, "head", dtype=dtype)
     export(model, model.params(), "torch", tmp_path / "x", head_takes=UNIT_NORM)

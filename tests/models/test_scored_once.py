@@ -110,7 +110,7 @@ def test_each_test_row_is_read_once_an_evaluation(
 @pytest.mark.sample("run1")
 @pytest.mark.parametrize("run", [{}, {"workers": 2}, {"wire": True}, {"transport": "int8"}])
 def test_both_figures_are_those_of_the_rows(folder: Path, tmp_path: Path, run: dict[str, Any]) -> None:
-    """Against the final model's scores of all test rows at once."""
+    """Compared with the final model's scores of all test rows at once."""
     tables = experiment(folder, "instruction", run=run)
     result = fedfm.run(tables, tmp_path / "run")
     test = tmp_path / "test.jsonl"

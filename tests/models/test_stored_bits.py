@@ -49,7 +49,7 @@ def stored(tmp_path_factory):
 
 
 def tensors_of(folder):
-    """Of each file the tensors."""
+    """The tensors of each file."""
     return {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
 
 

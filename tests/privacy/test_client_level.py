@@ -134,7 +134,7 @@ def test_the_mean_has_the_noise_of_its_fixed_denominator():
     assert float(got.std()) == pytest.approx(2.0 * 3.0 / 8, rel=0.02)
 
 
-def test_a_release_too_many_is_refused():
+def test_a_release_beyond_the_accounted_number_is_refused():
     m, fed = mechanism(releases=2), server()
     like = Params({"w": torch.zeros(2)})
     fed.begin(1)
@@ -149,7 +149,7 @@ def test_a_release_too_many_is_refused():
         released(m, fed, [like])
 
 
-def test_a_tensor_that_stays_is_found_in_the_first_round():
+def test_a_tensor_that_does_not_change_is_found_in_the_first_round():
     before, after = Params({"a": torch.zeros(2), "b": torch.ones(2)}), Params({"a": torch.ones(2), "b": torch.ones(2)})
     with pytest.raises(RunError, match="b did not change"):
         mechanism().check(server(), lambda state: state, before, after)
@@ -160,7 +160,7 @@ def test_a_tensor_that_stays_is_found_in_the_first_round():
 
 
 def exact_epsilon(mu, delta):
-    """Of mu-GDP (Balle and Wang 2018, Theorem 8), by bisection."""
+    """Epsilon of mu-GDP (Balle and Wang 2018, Theorem 8), by bisection."""
     low, high = 0.0, 500.0
     for _ in range(200):
         e = (low + high) / 2
@@ -176,7 +176,7 @@ def test_epsilon_is_the_closed_form(z, rounds, releases):
 
 
 @pytest.mark.parametrize("budget", [3.0, 8.0, 20.0])
-def test_a_budget_affords_the_rounds_below_it(budget):
+def test_a_budget_allows_the_rounds_up_to_its_epsilon(budget):
     m = mechanism(z=1.5, budget=budget)
     rounds = m.affordable(100)
     assert m.epsilon_after(rounds) <= budget < m.epsilon_after(rounds + 1)
@@ -194,7 +194,7 @@ def test_concentrated_privacy_is_that_of_renyi_orders(rho):
     assert epsilon_of_concentrated(rho, DELTA) >= exact_epsilon(math.sqrt(2 * rho), DELTA)
 
 
-def test_a_target_is_met_from_below():
+def test_the_noise_for_a_target_spends_at_most_the_target():
     for calibrate, cls in (
         (noise_multiplier_for, CentralGaussian),
         (noise_multiplier_for_concentrated, DistributedGaussian),
@@ -292,7 +292,7 @@ def promised(cls, epsilon):
         *(pytest.param(epsilon, marks=pytest.mark.release) for epsilon in (0.5, 2.0, 8.0)),
     ],
 )
-def test_the_promise_survives_an_audit(epsilon):
+def test_an_audit_does_not_refute_the_stated_epsilon(epsilon):
     least = 0.6 * epsilon if epsilon >= 2 else 0.0  # so few trials say little of a small one
     assert least <= measured(promised(CentralGaussian, epsilon)) <= epsilon
 
@@ -336,7 +336,7 @@ def hidden(m, threshold=0.5):
 
 
 @pytest.mark.parametrize(("dropped", "threshold"), [(0, 0.5), (2, 0.5), (1, 0.7)])
-def test_every_sum_that_is_unmasked_has_the_promised_noise(dropped, threshold, tmp_path, monkeypatch):
+def test_every_unmasked_sum_has_the_stated_noise(dropped, threshold, tmp_path, monkeypatch):
     m, method, n = mechanism(DistributedGaussian, z=2.0, hidden=True, threshold=threshold), Nothing(), 6
     fed = federation(method, {f"c{i}": [1.0] for i in range(n)}, tmp_path, aggregator=hidden(m, threshold))
     protect = type(Secure().transport).protect

@@ -95,7 +95,7 @@ def test_a_coin_depends_on_key_round_and_name_alone():
 # --- the sum ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_sum_is_over_the_cohort_and_divided_by_its_expected_size(tmp_path):
+def test_the_mean_divides_the_sum_by_the_expected_cohort(tmp_path):
     method = Basis()
     fed = made(tmp_path, method, mechanism(0.3, z=1e-9))
     for t in range(1, 4):
@@ -118,7 +118,7 @@ def test_an_empty_cohort_releases_noise_only(tmp_path):
     assert float(got.abs().max()) < 0.3
 
 
-def test_a_small_cohort_does_not_stop_the_run_and_a_failed_one_does(tmp_path, monkeypatch):
+def test_only_a_cohort_of_failed_clients_stops_a_run(tmp_path, monkeypatch):
     method = Basis(fraction=0.05)
     fed = made(tmp_path, method, mechanism(0.05), min_clients=30)
     t = next(t for t in range(1, 99) if by_coins(b"s" * 32 + b"cohort", t, fed.clients, 0.05))
@@ -131,7 +131,7 @@ def test_a_small_cohort_does_not_stop_the_run_and_a_failed_one_does(tmp_path, mo
         method.step(fed, None, t)
 
 
-def test_a_method_that_asks_others_is_stopped_before_anything_is_sent(tmp_path):
+def test_a_method_that_asks_other_clients_is_stopped_before_sending(tmp_path):
     method = Basis(asks_all=True)
     fed = made(tmp_path, method, mechanism(0.3))
     fed.begin(1)
@@ -146,7 +146,7 @@ def test_a_method_that_asks_others_is_stopped_before_anything_is_sent(tmp_path):
 
 
 def exact_delta(epsilon, z, q):
-    """Of one round, by integration: the worse of removing and adding a client with a unit vector."""
+    """Delta of one round, by integration: the larger of removing and adding a client with a unit vector."""
 
     def one(x):
         return stats.norm.pdf(x, 0, z)
@@ -168,7 +168,7 @@ def test_one_round_spends_the_delta_of_the_two_densities(z, q):
     assert epsilon < mechanism(1.0, z).epsilon_after(1)
 
 
-def test_the_means_of_a_round_share_its_coin():
+def test_all_means_of_a_round_use_the_same_coins():
     together, apart = mechanism(0.2, 1.5, releases=2).epsilon_after(5), epsilon_of([Releases(1.5, 10, 0.2)], DELTA)
     assert together == pytest.approx(epsilon_of([Releases(1.5 / math.sqrt(2), 5, 0.2)], DELTA))
     assert together > apart  # as if each mean had a coin of its own
@@ -245,7 +245,7 @@ def test_the_ledger_counts_the_coins(tmp_path):
     assert 2.95 < fedfm.run(target, tmp_path / "target")["epsilon"] <= 3.0
 
 
-def test_secure_sums_are_not_amplified(tmp_path):
+def test_secure_sums_get_no_amplification_by_coins(tmp_path):
     e = tables(tmp_path, CLIENT | {"aggregator": "secagg"}, fraction=0.8)
     assert fedfm.run(e, tmp_path / "run")["epsilon"] == pytest.approx(epsilon_of([Releases(0.8, 4)], DELTA))
 

@@ -91,7 +91,7 @@ def test_it_beats_independent_noise_at_equal_privacy(rounds, period, most):
 
 @pytest.mark.parametrize(("rounds", "period"), [(12, 3), (24, 6), (16, 16)])
 def test_no_other_toeplitz_matrix_is_much_better(rounds, period):
-    """Against all numbers of bands, and coefficients that an optimiser finds."""
+    """Compared with all numbers of bands, and coefficients that an optimiser finds."""
     best = strategy(rounds, period).last()
     root = [math.comb(2 * i, i) / 4**i for i in range(rounds)]
     assert best == pytest.approx(min(Strategy(tuple(root[:p]), rounds, period).last() for p in range(1, rounds + 1)))
@@ -209,7 +209,7 @@ def test_clients_take_turns():
 
 
 def exact_delta(mu, epsilon):
-    """Of mu-GDP (Balle and Wang 2018, Theorem 8)."""
+    """Delta of mu-GDP (Balle and Wang 2018, Theorem 8)."""
     return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
 
 

@@ -226,7 +226,7 @@ def test_epsilon_is_that_of_dp_accounting():
 @pytest.mark.parametrize("local", [SGD(0.1, batch_size=4, momentum=0.5, weight_decay=0.1), Adam(0.01, batch_size=4)])
 @pytest.mark.parametrize("make", [head, convolutions])
 def test_steps_are_those_of_the_algorithm(make, local, monkeypatch):
-    """Against the public optimisers of torch, with the same coins and noise."""
+    """Compared with the public optimisers of torch, with the same coins and noise."""
     taken, noises, batch, noisy = [], [], PrivateSteps.batch, PrivateSteps.noisy
 
     def coins(self, step):

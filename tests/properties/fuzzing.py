@@ -76,7 +76,7 @@ def _noised(reply: Noised) -> None:
 
 
 def kinds() -> dict[str, Kind]:
-    """By name, of every sort of field that there is."""
+    """Values of every kind of field, by name."""
     generator = torch.Generator().manual_seed(0)
     w = Params({"w": torch.randn(4, 3, generator=generator), "b": torch.zeros(3)})
     rng = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def mutated(head: str, data: bytes, rng: random.Random) -> tuple[str, bytes]:
 
 @dataclass
 class Outcome:
-    """Of many mutations of one type: how many were refused, by code; how many passed; the longest, in seconds.
+    """The outcome of many mutations of one type: how many were refused, by code; how many passed; the longest time.
 
     ``slowest`` is that message: its code, the length of its head, and the head around its damage.
     """

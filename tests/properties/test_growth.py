@@ -241,7 +241,7 @@ OF_A_SIZE = {
 
 
 def _counts_of_labels(n):
-    """Of two rows with n labels; each label has its counts in two bins."""
+    """Counts of two rows with n labels; each label has its counts in two bins."""
     ranks = [number for c in range(n) for number in ((c << 32) + (1 << 31), 1, 0, (c << 32) + (3 << 30), 0, 1)]
     counts = dict.fromkeys(("positives", "predicted_positives", "true_positives"), [1] * n)
     return {"rows": 2, "ranks": ranks, **counts}

@@ -39,7 +39,7 @@ def test_training_alone_sends_nothing(pair):
 
 
 @pytest.mark.proof
-def test_one_model_and_models_of_clients_are_compared_on_all_test_rows(pair):
+def test_one_global_model_and_clients_models_are_compared_on_all_test_rows(pair):
     fedavg, alone = (read.read(path).result for path in pair)
     assert alone["accuracy"] > fedavg["accuracy"]  # on other rows
     assert alone["global_accuracy"] < fedavg["global_accuracy"]  # on the same

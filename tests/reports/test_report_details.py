@@ -118,7 +118,7 @@ def finished(tmp_path_factory):
 
 
 def test_scores_of_classes_are_those_of_the_predictions(finished):
-    """Against scikit-learn, on what ``fedfm predict`` says of the test rows."""
+    """Compared with scikit-learn, on what ``fedfm predict`` says of the test rows."""
     rows = np.load(finished / "rows.npz")
     tested, names = rows["split"] == "test", list(rows["classes"])
     predicted = [names.index(p) for p in fedfm.predict(finished / "run", finished / "rows.npz")["predictions"]]
@@ -151,7 +151,7 @@ def many(folder, classes, rows=1200):
 
 
 def test_of_many_classes_the_scores_are_kept_and_no_matrix_is_drawn(tmp_path):
-    """Against scikit-learn, on what ``fedfm predict`` says of the test rows."""
+    """Compared with scikit-learn, on what ``fedfm predict`` says of the test rows."""
     folder = many(tmp_path / "many", 60)
     local = {"learning_rate": 0.3, "epochs": 5, "batch_size": 32}
     result = fedfm.run(small.experiment(folder, method={"local": local}), folder / "run", progress=Progress())

@@ -51,7 +51,7 @@ def rows(folder, neighbour=None):
 
 
 def tables(method=ONE, **data):
-    """Of an experiment whose data lie where it runs."""
+    """Tables of an experiment whose data are on the machine that runs it."""
     partition = {"name": "dirichlet", "alpha": 0.5, "clients": 3}
     return {
         "data": {"path": "rows.npz", "partition": partition, **data},

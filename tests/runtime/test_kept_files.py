@@ -55,7 +55,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """By name: (a run that was stopped after its fourth round, parameters with which it ends)."""
+    """For each method: (a run that was stopped after its fourth round, the parameters with which it ends)."""
     made = {}
 
     def of(name):
@@ -265,7 +265,7 @@ KILLED = {
 
 
 def _run_and_die(tables, out, calls):
-    """In a child: SIGKILL instead of the nth replacing or removing of a file; how it ended."""
+    """Run in a child that SIGKILL ends at the nth replacement or removal of a file; returns how it ended."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1]

@@ -306,7 +306,7 @@ def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tm
     assert not result["excluded"]
 
     def refuse(name):
-        raise AssertionError(f"{name} is not a JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     for name in ("manifest.json", "metrics.jsonl", "messages.jsonl"):
         text = (tmp_path / "run" / name).read_text()

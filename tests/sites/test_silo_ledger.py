@@ -77,7 +77,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def rounds_of(lines: list[dict[str, Any]]) -> int:
-    """Of each round of each run the most different answers that one handler gave about one part of the rows.
+    """For each round of each run, the largest number of different answers of one handler about one part of the rows.
 
     Two answers are the same if question and answer are. The start model's scores belong to the first round.
     """

@@ -321,7 +321,7 @@ def test_scores_are_those_of_the_evaluator_of_sentence_transformers(place, tmp_p
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), n=st.integers(1, 60), most=st.integers(2, 20), seed=st.integers(0, 99))
-def test_a_row_has_the_same_candidates_whoever_evaluates_it(data, n, most, seed):
+def test_a_row_has_the_same_candidates_at_every_evaluator(data, n, most, seed):
     made = rows(n, seed, negative=seed % 2 == 0, distinct=False)
     inputs = [tuple(row[key] for key in ("anchor", "positive", "negative") if key in row) for row in made]
     split = np.array([["val", "test"][i % 3 == 0] for i in range(n)])
@@ -344,7 +344,7 @@ def test_a_row_has_the_same_candidates_whoever_evaluates_it(data, n, most, seed)
         assert sum(among.size for among in sets) == (split == name).sum()
 
 
-def test_clients_with_files_of_their_own_have_sets_of_their_own(place, tmp_path):
+def test_clients_with_their_own_files_have_their_own_candidate_sets(place, tmp_path):
     for name, seed in (("north", 1), ("south", 2)):
         jsonl(tmp_path / f"{name}.jsonl", rows(30, seed))
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("north", "south")}
@@ -354,7 +354,7 @@ def test_clients_with_files_of_their_own_have_sets_of_their_own(place, tmp_path)
     assert len(sets) == 4
 
 
-def test_ties_and_numbers_that_are_not_finite_are_no_right_answers():
+def test_ties_and_non_finite_cosines_count_as_wrong():
     inf, nan = -torch.inf, torch.nan
     logits = torch.tensor([[2.0, 1.0, inf], [1.0, 1.0, 0.0], [nan, nan, nan], [0.0, 3.0, 1.0], [1.0, nan, 0.0]])
     found = Embedding().figures_of(_pair_candidates.sums(logits, torch.tensor([0, 0, 0, 2, 0])))
@@ -543,7 +543,7 @@ def test_unsuitable_settings_are_refused(changes, words, place, tmp_path):
     ],
     ids=str,
 )
-def test_runs_of_all_kinds(changes, place, tmp_path):
+def test_runs_with_several_methods_and_protections_work(changes, place, tmp_path):
     made = tables(place)
     for key, value in changes.items():
         table, _, name = key.partition("__")

@@ -198,7 +198,7 @@ class _Notices(fedfm.Progress):
 
 
 def _unnamed(still: list[str], notices: list[str]) -> list[str]:
-    """Of tensors that did not move those that no notice tells of, as it must: how many get no gradient, and which."""
+    """The tensors that did not change and that no notice names: how many of them get no gradient, and which."""
     for text in notices:
         count = re.match(r"\d+", text)
         if "gradient" in text and count and int(count[0]) == len(still) and any(name in text for name in still):
