@@ -1,9 +1,10 @@
-"""Stands for torchrun or srun in tests: forks the ranks of a group, and lets one of them fail.
+"""Replaces torchrun or srun in tests: forks the ranks of a group, and makes one of them fail.
 
 python forked_ranks.py COUNT FAULT FOLDER [the program that a real launcher would start]
 
-python forked_ranks.py serve SOCKET imports what ranks need once. With its socket in FORKED_RANKS, the command above
-lets it fork the ranks, which takes three seconds less, and ends as they do. They end if the command is killed.
+python forked_ranks.py serve SOCKET is a server that imports the libraries of ranks once. If FORKED_RANKS names its
+socket, the command above lets this server fork the ranks, which saves three seconds, and ends with their exit status.
+If the command is killed, the ranks end.
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 
 
 def ask(place: str) -> None:
-    """Let the server of this socket do what this process was called for."""
+    """Let the server of this socket run this process's command, and exit with its status."""
     with socket.socket(socket.AF_UNIX) as s:
         s.connect(place)
         call = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
@@ -41,7 +42,7 @@ from fedfm.training.sharded import lockstep, rank  # noqa: E402
 
 
 def once(fault: str, folder: Path) -> bool:
-    """Whether this fault did not occur yet."""
+    """Whether this is the first occurrence of this fault."""
     marker = folder / f"{fault}.done"
     if marker.exists():
         return False
@@ -109,7 +110,7 @@ def launch() -> int:
 
 
 def answer(asking: socket.socket) -> None:
-    """Do one call in a fork of the server, as its own group of processes that ends with who asked."""
+    """Run one command in a fork of the server, as a process group that ends with the process that sent the command."""
     os.setsid()
     size, files, *_ = socket.recv_fds(asking, 4, 3)
     call = bytearray()

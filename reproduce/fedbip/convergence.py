@@ -2,8 +2,8 @@
 
     python reproduce/fedbip/convergence.py shared --rows local fedavg fedamp fedala fedbip     # after the runs
 
-From ``metrics.jsonl`` of the vision runs, mean over their seeds, in per cent. Of a row whose clients have no models of
-their own it is the aggregate's, and beside it that of the clients' models before aggregation.
+Accuracies are means over the seeds of the vision runs in per cent, from ``metrics.jsonl``. If the clients of a row have
+no models of their own, the first line is the aggregate's, and a second line that of clients' models before aggregation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEYS = {"local_accuracy": "", "accuracy_before_aggregation": ", theta_i"}
 
 
 def curves(row: str, point: str) -> dict[str, list[float]]:
-    """Name of a line -> per cent after round 1, 2, ...; mean over the seeds that are there."""
+    """For each line's name, the per cent after round 1, 2, ...: means over the seeds that have runs."""
     by_line: dict[str, list[list[float]]] = {}
     for path in sorted(RUNS.glob(f"vision__{row}.{point}-seed*/metrics.jsonl")):
         metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -48,4 +48,4 @@ def test_both_stages_give_the_same_bits_and_bytes_as_local(tmp_path, engine):
     same(found, local)
     of = [json.loads((tmp_path / out / "manifest.json").read_text())["result"] for out in ("there", "local")]
     assert of[0]["details"] == of[1]["details"]
-    assert max(of[0]["details"]["active_layers"].values()) == 2  # a layer woke up by what a client keeps
+    assert max(of[0]["details"]["active_layers"].values()) == 2  # a client's kept expert activates a second layer

@@ -116,7 +116,7 @@ def test_rounds_without_an_evaluation_do_not_break_a_line(pair, tmp_path):
 
 @pytest.mark.proof
 def test_a_run_evaluated_only_at_its_end_is_drawn_by_the_common_test_rows(pair, tmp_path):
-    """As `fedfm demo` does with each client alone: its own rows are not a measure beside all test rows."""
+    """`fedfm demo` scores each client's own model like this: its own test rows do not compare with all test rows."""
     alone = tables(name="local") | {"run": {"workers": 1, "evaluate_every": 0}}
     fedfm.run(alone, tmp_path / "alone")
     page = compare.write([pair[0], tmp_path / "alone"], tmp_path / "c.html").read_text()

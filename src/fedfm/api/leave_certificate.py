@@ -29,7 +29,7 @@ def entry(run: Run, name: str, how: str) -> dict[str, Any]:
 
 
 def certificate(run: Run, name: str, how: str, population: Partitioned) -> dict[str, Any]:
-    """What the new run lacks of the client, and what it does not lack."""
+    """The certificate: what the new run no longer contains of the client, and what remains."""
     result, experiment = run.manifest["result"], run.experiment
     held = population.federated.clients.get(name)
     rows = population.federated.test[:0] if held is None else held.train
@@ -44,7 +44,7 @@ def certificate(run: Run, name: str, how: str, population: Partitioned) -> dict[
 
 
 def list_what_stays(run: Run) -> list[str]:
-    """What no new run removes."""
+    """List the traces of the client that a new run does not remove."""
     experiment = run.experiment
     found = [
         "the old run and every copy of its model, its predictions and its messages",
