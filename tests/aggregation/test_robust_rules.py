@@ -163,7 +163,7 @@ class TestEveryRule:
         out = combined(rule, x)
         assert np.linalg.norm(out) < 10
 
-    def test_sees_every_update_and_says_so(self, rule):
+    def test_a_robust_rule_states_that_the_server_sees_every_update(self, rule):
         assert rule.transport.form == "plain"
         assert rule.least() >= 1
         check(rule, "aggregation")

@@ -59,7 +59,7 @@ def test_the_default_is_the_mean(tmp_path):
     assert results[0]["params_sha256"] == results[1]["params_sha256"]
 
 
-def test_survives_toml(tmp_path):
+def test_an_aggregation_table_survives_toml(tmp_path):
     e = Experiment.from_dict(tables(tmp_path, "trimmed_mean", trim=0.2))
     assert "[aggregation]" in e.to_toml()
     assert Experiment.from_dict(tomllib.loads(e.to_toml())).to_dict() == e.to_dict()

@@ -270,7 +270,7 @@ def test_cohorts_by_coins_count_with_their_mean(tmp_path):
     assert abs(found.bytes_up + found.bytes_down - sent) < 0.2 * sent
 
 
-def test_it_starts_from_a_method_whose_clients_have_the_model(tmp_path):
+def test_a_method_whose_clients_lack_the_model_is_refused(tmp_path):
     tables = {
         "data": {"name": "digits"},
         "method": {"name": "blindfed", "foundation": "nano-vit-fhe", "encryption": "clear"},

@@ -254,7 +254,7 @@ class TestBackdoor:
         with pytest.raises(InputError, match=r"attack.size = 5: images are 8 pixels wide; expected at most 4"):
             Backdoor(0.5, size=5).trigger(rows_of("image", np.zeros((1, 8, 8, 1), np.uint8), [0]))
 
-    def test_its_success_is_that_of_the_final_model_on_triggered_test_rows(self, tmp_path):
+    def test_attack_success_is_measured_on_triggered_test_rows(self, tmp_path):
         found = tables(tmp_path, "backdoor", target="cow", factor=2.0)
         result = fedfm.run(found, tmp_path / "run")
         run = fedfm.load_run(tmp_path / "run")
@@ -306,7 +306,7 @@ class TestEveryAttack:
         assert prints[0] == prints[1]  # the data are those that were read
         assert (honest["bytes_up"], honest["bytes_down"]) == (results[0]["bytes_up"], results[0]["bytes_down"])
 
-    def test_survives_toml(self, name, tmp_path):
+    def test_an_attack_table_survives_toml(self, name, tmp_path):
         e = Experiment.from_dict(tables(tmp_path, name, **ATTACKS[name]))
         assert isinstance(e.attack, Attack)
         assert Experiment.from_dict(tomllib.loads(e.to_toml())).to_dict() == e.to_dict()

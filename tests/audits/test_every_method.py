@@ -114,7 +114,7 @@ def test_clients_of_one_row_send_it(tmp_path):
     assert found.detail["rebuilt"] == found.detail["rows"] == 12
 
 
-def test_clients_of_many_rows_do_not_and_their_label_counts_are_read(tmp_path):
+def test_clients_of_many_rows_leak_label_counts_but_no_rows(tmp_path):
     data = {"partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}}
     found = by_name(perform(run(tmp_path, data=data), ["head_rows", "label_counts"]))
     assert found["head_rows"].verdict == "holds"

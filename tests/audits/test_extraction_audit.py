@@ -119,7 +119,7 @@ def test_hidden_sums_change_nothing(default):
     assert found["extraction.hidden_sums"].verdict == "leaks"
 
 
-def test_it_computes_on_one_thread_and_leaves_the_number_of_threads_as_it_was(folder, monkeypatch):
+def test_the_attack_uses_one_thread_and_restores_the_number_of_threads(folder, monkeypatch):
     """Threads that wait for each other took seven times the time of one."""
     from threadpoolctl import threadpool_info
 

@@ -762,7 +762,7 @@ def test_the_help_of_every_command_has_an_example(capsys, command):
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_help_list_show_teach(capsys):
+def test_help_list_and_show_print_usage(capsys):
     for args in (["--help"], ["run", "--help"]):
         with pytest.raises(SystemExit) as stop:
             main(args)
@@ -849,7 +849,7 @@ def test_no_description_in_the_list_ends_in_mid_sentence(capsys):
     assert all(line.endswith((".", ":")) for line in out.splitlines())
 
 
-def test_doctor(capsys):
+def test_doctor_checks_the_installation(capsys):
     code, out, _ = call(capsys, "doctor", "--format", "json")
     assert code == 0
     report = json.loads(out)

@@ -98,7 +98,7 @@ def test_pretraining_equals_plain_training(whole, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [2, 8, 12])
-def test_an_interrupted_one_goes_on_to_the_same_bits(whole, tmp_path, steps):
+def test_an_interrupted_pretraining_continues_to_the_same_bits(whole, tmp_path, steps):
     with pytest.raises(KeyboardInterrupt):
         pretrain(tables(), tmp_path / "net", watcher=Lines(steps))
     with pytest.raises(InputError, match=r"is not finished: continue the `fedfm pretrain` that began it"):

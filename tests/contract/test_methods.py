@@ -44,7 +44,7 @@ class TestEveryMethod:
             assert f"import {word}" not in source
             assert f"from {word}" not in source
 
-    def test_its_experiment_survives_toml(self, name, tmp_path):
+    def test_an_experiment_of_a_method_survives_toml(self, name, tmp_path):
         import tomllib
 
         e = Experiment.from_dict(experiment_of(name, tmp_path))
@@ -125,7 +125,7 @@ def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
 
 @pytest.mark.sample("fedpft", "fedbaf", "fedbip", "fedms", "blindfed", "fedavg", "scaffold")
 @pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)
-def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path):
+def test_a_method_calls_exactly_the_client_halves_that_it_declares(name, keys, more, tmp_path):
     tables = experiment_of(name, tmp_path, **({"rounds": 2} | keys)) | more
     fedfm.run(tables, tmp_path / "run")
     method = Experiment.from_dict(tables).method
@@ -157,7 +157,7 @@ class TestEveryTrainedMethod:
         assert other["params_sha256"] != results[0]["params_sha256"]
 
     @pytest.mark.sample("blindfed", "ditto", "fedavg", "fedbaf", "fedms", "kd", "scaffold")
-    def test_its_clients_follow_schedule_warm_up_and_norm_or_refuse_them(self, name, tmp_path):
+    def test_clients_follow_schedule_warm_up_and_norm_or_refuse_them(self, name, tmp_path):
         """Of steps that last until the end; a method that calibrates its head after them shows none of it."""
         if name == "ccvr" or "local" not in {f.name for f in dataclasses.fields(resolve("methods", name))}:
             return

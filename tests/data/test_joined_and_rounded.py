@@ -67,7 +67,7 @@ def test_a_notice_names_the_labels_that_blanks_at_the_ends_kept_apart(texts: lis
         (["lung.", "lung"], "marks at their ends"),
     ],
 )
-def test_spellings_of_one_class(names: list[str], how: str) -> None:
+def test_likely_spellings_of_one_class_are_reported(names: list[str], how: str) -> None:
     assert any(f"differ only by {how}" in text for text in spellings(names))
 
 

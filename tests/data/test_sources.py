@@ -336,7 +336,7 @@ def test_a_text_ends_in_its_test_rows(tmp_path: Path) -> None:
         load_table(DataSpec(path=str(tmp_path / "a.txt")), seed=0, task="classification")
 
 
-def test_digits() -> None:
+def test_digits_are_uint8_images_with_values_from_0_to_255() -> None:
     table = digits.read()
     assert table.inputs.shape == (1797, 8, 8, 1)
     assert table.inputs.dtype == np.uint8

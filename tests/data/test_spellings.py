@@ -165,7 +165,7 @@ def test_a_system_of_few_words_is_doubted(tmp_path: Path, said: str, doubted: bo
 
 
 @given(st.from_regex(r"<\s?[nN]o[ _-]?[iI]nput\s?>", fullmatch=True))
-def test_a_mark_of_no_input_is_none(mark: str) -> None:
+def test_a_mark_that_means_no_input_counts_as_empty(mark: str) -> None:
     columns = {"instruction": ["a"], "input": [mark], "output": ["b"]}
     assert _conversations.pairs(columns, DataSpec(), "x", str, answered=True) == [("a", "b")]
 

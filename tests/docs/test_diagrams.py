@@ -21,7 +21,7 @@ def test_the_house_has_the_packages_that_exist():
     assert {*diagrams.HOUSE, *diagrams.WINGS} == packages
 
 
-def test_its_floors_stand_in_the_order_that_imports_are_checked_by():
+def test_the_layers_of_the_diagram_have_the_order_of_the_import_contract():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     layers = tools["importlinter"]["contracts"][0]["layers"]
     drawn = [*diagrams.WINGS, *diagrams.HOUSE, " | ".join(f"fedfm.{name}" for name in diagrams.ROOT)]

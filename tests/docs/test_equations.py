@@ -54,7 +54,7 @@ def test_sizes_of_mixtures(covariance, numbers):
     assert formula_numbers(covariance, 7, 3) == 3 * numbers(7)
 
 
-def test_noise():
+def test_the_delta_of_gaussian_noise_follows_the_formula():
     sigma, sensitivity, epsilon = 1.7, 0.9, 0.8
     a, b = sensitivity / (2 * sigma), epsilon * sigma / sensitivity
     expected = norm.cdf(a - b) - math.exp(epsilon) * norm.cdf(-a - b)

@@ -37,7 +37,7 @@ def test_recordings_are_classified(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.proof
-def test_objects_are_found(capsys, tmp_path, monkeypatch):
+def test_the_object_detection_example_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
     found = program("object_detection").main(["--rows", "4", "--rounds", "1"])
     assert list(found) == ["together", "north alone", "south alone", "west alone"]

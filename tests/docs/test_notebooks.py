@@ -31,7 +31,7 @@ def test_a_notebook_has_the_program_s_code_and_calls_it(program):
     assert ast.unparse(ast.parse(call).body[-1]) == "main()"
 
 
-def test_they_are_valid_notebooks(tmp_path):
+def test_the_written_notebooks_are_valid(tmp_path):
     for path in notebooks.write(tmp_path):
         nbformat.validate(nbformat.read(path, as_version=4))
     assert len(list(tmp_path.glob("*.ipynb"))) == len(PROGRAMS)

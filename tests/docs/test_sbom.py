@@ -28,7 +28,7 @@ def written(tmp_path_factory):
     return out
 
 
-def test_it_names_each_package_of_a_run_once_with_version_licence_and_what_it_requires(written):
+def test_the_bill_names_each_package_once_with_version_licence_and_requirements(written):
     bill = json.loads(written.read_text())
     root = bill["metadata"]["component"]
     assert (root["name"], root["version"]) == ("fedfm", version("fedfm"))
@@ -51,7 +51,7 @@ def test_the_same_environment_gives_the_same_file_and_an_extra_adds_its_packages
 
 
 @pytest.mark.release
-def test_it_is_valid_cyclonedx(written, tmp_path):
+def test_the_bill_is_valid_cyclonedx(written, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "v"], check=True)
     python = tmp_path / "v/bin/python"
     wanted = "cyclonedx-python-lib[json-validation]==11.4.0"

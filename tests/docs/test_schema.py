@@ -69,7 +69,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("which", SCHEMAS)
-def test_it_is_a_schema(which):
+def test_each_schema_is_valid_json_schema(which):
     jsonschema.Draft202012Validator.check_schema(schema(which))
     jsonschema.Draft7Validator.check_schema(schema(which))  # what some editors' plugins take it as
 

@@ -223,7 +223,7 @@ def test_values_survive_the_store():
     assert found["b"].shape == (0,)
 
 
-def test_its_default_names_no_foundation():
+def test_blindfed_by_default_has_its_model_at_the_server():
     assert resolve("methods", "blindfed")().needs.model == "server"
 
 

@@ -63,7 +63,7 @@ def side_model(folder, **adapt):
 
 
 @pytest.mark.proof
-def test_in_the_clear_it_learns_and_predicts(folder, tmp_path):
+def test_a_run_on_texts_in_the_clear_learns_and_predicts(folder, tmp_path):
     result = fedfm.run(experiment(folder), tmp_path / "run")
     assert result["accuracy"] > 0.7  # a third is guessing
     assert result["details"]["accuracy_clear"] == result["accuracy"]

@@ -82,7 +82,7 @@ def test_the_folder_is_a_student(whole):
 
 @pytest.mark.sample("3")
 @pytest.mark.parametrize("steps", [3, 50, 90, 100, 115])
-def test_an_interrupted_one_goes_on_to_the_same_bits(place, whole, tmp_path, steps):
+def test_an_interrupted_distillation_continues_to_the_same_bits(place, whole, tmp_path, steps):
     """12 steps an epoch: in the tame stage, at its last epoch, and in both later stages."""
     with pytest.raises(KeyboardInterrupt):
         distil(tables(place), tmp_path / "student", watcher=Lines(steps))

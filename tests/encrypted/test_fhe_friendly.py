@@ -68,7 +68,7 @@ def test_without_polynomials_nothing_changes():
     assert torch.allclose(softmax(q, k, mask, 0.5), masked, atol=1e-6)
 
 
-def test_masked_keys_count_nowhere():
+def test_masked_keys_do_not_influence_the_softmax():
     torch.manual_seed(0)
     q, k = 0.5 * torch.randn(2, 1, 1, 4, 2)
     softmax = PolynomialSoftmax(1).eval()
@@ -328,7 +328,7 @@ def test_magnitudes_inside_polynomials():
     assert folding._inside(replace(Quadratic(), interval=(0.0, 4.0))) >= 0.125 * 16 + 0.25 * 4
 
 
-def test_depth():
+def test_the_depth_of_a_block_is_counted():
     tables = {
         "exp": {"degree": 6, "squarings": 0, "interval": [-1, 1]},
         "inverse": {"steps": 4, "interval": [0.5, 1.5], "scales": [1.0, 1.0]},

@@ -100,7 +100,7 @@ def test_integers_are_carried_and_not_scaled():
     assert y["steps"].dtype == torch.int64
 
 
-def test_join_and_part():
+def test_join_and_part_are_inverse():
     x, c = Params({"w": torch.ones(2)}), Params({"w": torch.zeros(2)})
     both = Params.join(x=x, c=c)
     assert list(both) == ["x/w", "c/w"]

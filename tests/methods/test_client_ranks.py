@@ -39,7 +39,7 @@ def test_the_ranks_of_the_clients_are_reported(method, tmp_path):
     ]
 
 
-def test_equal_ranks_need_no_word(tmp_path):
+def test_equal_ranks_give_no_notice(tmp_path):
     fedfm.run(tables(tmp_path, [2]), tmp_path / "run", progress=QUIET)
     assert rank_notices(tmp_path / "run") == []
 

@@ -68,7 +68,7 @@ def test_a_coordinate_a_layer():
     assert np.isnan(p_of(vectors, "raw", layers=layers)).any()  # 4 and -2: similarities 1 and -1 sum to 0
 
 
-def test_three_vectors_that_cancel():
+def test_three_vectors_that_cancel_have_no_raw_weights():
     angle = torch.arange(3) * (2 * torch.pi / 3)
     vectors = [Params({"x": torch.stack([torch.cos(a), torch.sin(a)])}) for a in angle]
     assert np.isnan(p_of(vectors, "raw")).all()

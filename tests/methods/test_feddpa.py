@@ -285,7 +285,7 @@ def test_the_first_own_adapter_is_the_one_that_was_sent(folder):
     torch.testing.assert_close(found, predictions.logits(FedDPA(), model, g, rows), rtol=1e-4, atol=1e-5)
 
 
-def test_after_the_federation(folder, monkeypatch):
+def test_the_local_adapter_is_trained_after_the_federation(folder, monkeypatch):
     model, rows = model_of(folder, "bert"), rows_of()
     g = noisy(model.params(), 1)
     local = DualAdapter(when="after", weight="fixed", epochs=2)

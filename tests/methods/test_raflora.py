@@ -132,7 +132,7 @@ def test_flexlora_names_the_loss_where_ranks_differ_and_nowhere_else(folder, tmp
 
 
 @pytest.mark.parametrize("ranks", [[1, 4], [4]])
-def test_it_resumes_to_the_same_bits(folder, tmp_path, ranks):
+def test_raflora_resumes_to_the_same_bits(folder, tmp_path, ranks):
     whole = run(folder, tmp_path / "whole", "raflora", 3, ranks=ranks)
     run(folder, tmp_path / "parts", "raflora", 2, ranks=ranks)
     assert fedfm.resume(tmp_path / "parts", rounds=3)["params_sha256"] == whole["params_sha256"]

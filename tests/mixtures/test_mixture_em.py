@@ -60,7 +60,7 @@ def test_two_components_by_hand():
     assert found.mixture.weights.tolist() == [0.5, 0.5]
 
 
-def test_capacity():
+def test_the_number_of_components_follows_the_rows():
     assert [capacity(n, 10) for n in (0, 1, 9, 10, 19, 20, 99, 100, 10**6)] == [1, 1, 1, 1, 1, 2, 9, 10, 10]
     assert capacity(10**6, 1) == 1
 
@@ -110,7 +110,7 @@ def test_the_steps_are_those_of_a_textbook(covariance, n, d, k):
 @pytest.mark.each_value
 @pytest.mark.parametrize("covariance", COVARIANCES)
 @pytest.mark.parametrize(("n", "d", "k"), [(400, 6, 3), (250, 192, 5), (150, 20, 10)])
-def test_it_ends_where_scikit_learn_ends(covariance, n, d, k):
+def test_em_converges_to_the_result_of_scikit_learn(covariance, n, d, k):
     """GaussianMixture in float64 from the same weights, means and precisions; the same steps, tolerance 1e-3."""
     x, start = blobs(n, d, k, seed=1)
     floor = floor_of(x)
@@ -206,7 +206,7 @@ def test_kmeans_ends_where_plain_lloyd_iterations_end():
         assert (kmeans.start(x, 7, 3, lloyd) == labels).mean() > 0.99
 
 
-def test_it_stops_at_the_last_step_that_is_allowed():
+def test_em_stops_at_the_largest_number_of_steps():
     x, start = blobs(300, 2, 4, apart=0.5)
     found = one(x, 4, "diag", starts=[start], max_iter=3, tol=1e-9)
     assert (found.iterations, found.converged) == (3, False)

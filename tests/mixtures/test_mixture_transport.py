@@ -169,7 +169,7 @@ def test_fields_of_other_types_are_the_clients_fault(change):
         unpack(conform(dataclasses.replace(GOOD, **change), Packed))
 
 
-def test_something_else_is_the_clients_fault():
+def test_a_reply_that_is_not_a_packed_mixture_is_a_client_fault():
     for what in (None, "text", {"components": [1]}, make("diag")):
         with pytest.raises(ClientFault, match="E_FIELD"):
             unpack(conform(what, Packed))

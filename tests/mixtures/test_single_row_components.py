@@ -40,7 +40,7 @@ def test_an_outlier_gets_no_component_of_its_own(covariance):
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_whatever_the_rows(n, k, covariance, outliers, twice, seed):
+def test_no_component_rests_on_a_single_row_for_any_rows(n, k, covariance, outliers, twice, seed):
     """Heavy tails, fewer rows than components, copies: only a group of one row has a component of one."""
     rng = np.random.default_rng(seed)
     x = rng.standard_t(1.0, size=(n, 3)).clip(-1e6, 1e6)

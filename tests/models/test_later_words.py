@@ -66,5 +66,5 @@ def test_a_server_without_the_weights_sees_it_too(tmp_path, config, sees):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", ONE_WAY)
-def test_a_causal_one_is_not(tmp_path, config, dtype):
+def test_a_causal_model_is_accepted(tmp_path, config, dtype):
     look(saved(tmp_path, config, *ONE_WAY[config]), dtype)

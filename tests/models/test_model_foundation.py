@@ -105,7 +105,7 @@ class TestOtherDepths:
 
 
 class TestOtherWidths:
-    def test_a_wider_one_by_the_leading_slice_of_every_dimension(self, tmp_path):
+    def test_a_wider_foundation_matches_by_its_leading_slices(self, tmp_path):
         model = ours(tmp_path / "a")
         wide = vit(tmp_path / "b", hidden_size=32, num_attention_heads=4, intermediate_size=64)
         found, there = match(model, str(wide)), state(tmp_path / "b")
@@ -203,11 +203,11 @@ class TestRefusals:
             match(ours(tmp_path / "a"), str(tmp_path / "b"))
 
     @pytest.mark.parametrize("name", ["", "nano-vyt", "/no/such/folder"])
-    def test_no_such_model(self, name, tmp_path):
+    def test_an_absent_foundation_is_refused(self, name, tmp_path):
         with pytest.raises(InputError, match=r"method\.foundation"):
             match(ours(tmp_path / "a"), name)
 
-    def test_a_file_that_is_no_model(self, tmp_path):
+    def test_a_file_that_is_not_a_model_is_refused(self, tmp_path):
         (tmp_path / "m.safetensors").write_bytes(b"nothing")
         with pytest.raises(InputError, match=r"method\.foundation"):
             match(ours(tmp_path / "a"), str(tmp_path / "m.safetensors"))

@@ -158,7 +158,7 @@ def test_wrong_specifications_are_refused_with_place_and_remedy(spec, table, whe
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_folders_are_refused(folder, tmp_path):
+def test_folders_without_a_safe_model_are_refused(folder, tmp_path):
     with pytest.raises(InputError, match="no config"):
         load(tmp_path, images())
     (tmp_path / "config.json").write_text((folder("vit") / "config.json").read_text())

@@ -285,7 +285,7 @@ def test_real_answers_are_the_same_together():
     ("answer", "reference", "f1"),
     [("a b", "a b", 1.0), ("a", "b", 0.0), ("", "", 1.0), ("the cat", "The dog sat", 2 / 5), ("a a", "a", 2 / 3)],
 )
-def test_rouge_1(answer, reference, f1):
+def test_rouge_1_is_the_f1_of_common_words(answer, reference, f1):
     assert rouge_1(answer, reference) == pytest.approx(f1)
 
 

@@ -37,7 +37,7 @@ def test_real_checkpoints_have_the_papers_sizes(name, layers, parameters):
     assert torch.equal(net.layer3[-1].conv2.weight, state[f"layer3.{len(net.layer3) - 1}.conv2.weight"])
 
 
-def test_a_file_is_a_model(tmp_path):
+def test_a_checkpoint_file_of_a_resnet_is_loaded(tmp_path):
     net = checkpoint(tmp_path / "net.safetensors")
     table = images(side=32)
     model = load(tmp_path / "net.safetensors", table, "head")
@@ -57,7 +57,7 @@ def test_a_file_is_a_model(tmp_path):
     assert load(tmp_path / "net.safetensors", table, "full").fingerprint == model.fingerprint
 
 
-def test_other_files_are_refused(tmp_path):
+def test_files_that_are_not_a_resnet_are_refused(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"nonsense")
     save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "b.safetensors")
     save_file({f"layer{s}.0.conv1.weight": torch.zeros(3) for s in (1, 2, 3)}, tmp_path / "c.safetensors")

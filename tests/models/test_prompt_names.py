@@ -40,7 +40,7 @@ def test_words_say_nothing(names):
     assert notices(names, PHOTO) == []
 
 
-def test_it_is_a_notice_of_the_model(tmp_path):
+def test_identifiers_as_class_names_are_a_notice_of_the_model(tmp_path):
     from dataclasses import replace
 
     folder = tiny_clip.save("clip", tmp_path / "clip")

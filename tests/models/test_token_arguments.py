@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_models_own_pipeline(path):
     assert bare.sha256() != rows.sha256()
 
 
-def test_rows_keep_it_through_every_form():
+def test_rows_keep_token_arguments_in_every_form():
     tokens, kinds = Tokens.of([[5, 6, 7], [8]]), Tokens.of([[2, 0, 1], [2]])
     rows = Rows(tokens=tokens, token_arguments={"token_type_ids": kinds})
     for of in (rows, rows.take([1, 0]).take([1, 0]), rows.to_padded()):

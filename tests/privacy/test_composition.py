@@ -58,7 +58,7 @@ def test_the_published_multipliers_of_a_hundred_sampled_rounds():
     assert noise_multiplier_for(1, 1e-5, 100) == pytest.approx(37.306, abs=0.001)
 
 
-def test_it_is_never_above_the_renyi_accountant():
+def test_epsilon_is_never_above_that_of_the_renyi_accountant():
     import dp_accounting as dp
     from dp_accounting.rdp import RdpAccountant
 
@@ -71,7 +71,7 @@ def test_it_is_never_above_the_renyi_accountant():
 @pytest.mark.proof
 @given(st.floats(0.6, 8), st.floats(0.01, 1), st.integers(1, 300))
 @settings(max_examples=12, deadline=None)
-def test_it_is_never_above_the_accountant_of_flower(z, q, times):
+def test_epsilon_is_never_above_that_of_flowers_accountant(z, q, times):
     flower = RdpAccountant(PrivacyConfig(1e-5, 1000, NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.POISSON))
     rows = max(round(1000 * q), 1)
     flower.compose(GaussianPrivacyEvent(noise_multiplier=z, sample_size=rows, population_size=1000), times)

@@ -81,7 +81,7 @@ def test_the_noise_of_the_models_is_that_of_dense_matrices(rounds, period):
 
 
 @pytest.mark.parametrize(("rounds", "period", "most"), [(20, 2, 0.8), (50, 5, 0.54), (50, 10, 0.43), (200, 20, 0.3)])
-def test_it_beats_independent_noise_at_equal_privacy(rounds, period, most):
+def test_correlated_noise_beats_independent_noise_at_equal_privacy(rounds, period, most):
     s, independent = strategy(rounds, period), Strategy((1.0,), rounds, period)
     assert independent.last() == pytest.approx(math.sqrt(rounds * math.ceil(rounds / period)))
     assert s.last() < most * independent.last()

@@ -67,7 +67,7 @@ _FEDPFT = ("release_plan", "noisy_moments", "noisy_sums")
 @pytest.mark.parametrize(
     "name", ["privacy.gaussian", "privacy.noise", "privacy.accountant", *(f"methods.fedpft.{name}" for name in _FEDPFT)]
 )
-def test_examples(name):
+def test_the_examples_of_the_privacy_modules_run(name):
     module = importlib.import_module(f"fedfm.{name}")
     assert doctest.testmod(module).failed == 0
     for attribute in vars(module).values():

@@ -22,7 +22,7 @@ def test_a_command_ends_with_a_line_and_an_exit_code(runs, tmp_path, seed):
 
 
 @pytest.mark.release
-def test_many_end_so(tmp_path):
+def test_hundreds_of_commands_end_with_the_expected_exit_codes(tmp_path):
     runs = commands.make_runs(tmp_path)
     found = Counter(commands.within(runs, tmp_path, seed)[0] for seed in range(500))
     assert min(found[kind] for kind in ("predict 0", "predict 2", "export 0", "export 2")) > 20

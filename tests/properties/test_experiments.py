@@ -17,7 +17,7 @@ def test_a_drawn_experiment_runs_or_is_refused(tmp_path, seed):
 
 
 @pytest.mark.release
-def test_many_run_or_are_refused(tmp_path):
+def test_hundreds_of_experiments_run_or_are_refused(tmp_path):
     found = Counter(experiments.within(tmp_path, seed)[0] for seed in range(400))
     assert found["ran"] > 100
     assert found["InputError"] > 50

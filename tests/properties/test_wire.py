@@ -78,7 +78,7 @@ def test_round_trip_and_size(value):
 
 @settings(max_examples=60, deadline=None)
 @given(trees)
-def test_flower_delivers_it_and_weighs_what_we_say(value):
+def test_flower_delivers_a_message_with_the_predicted_size(value):
     record = codec.to_record(codec.envelope(3, 1, value))
     assert serialised_nbytes(record) == codec.weigh(value)
     assert same(value, codec.from_record(round_trip(record))["body"])

@@ -179,7 +179,7 @@ def test_rules_stand_below_the_table_by_number(audited):
         assert f"{f['verdict']}, by its rule: {f['rule']}." in report
 
 
-def test_an_unfinished_run_has_none(tmp_path):
+def test_an_unfinished_run_has_no_dossier(tmp_path):
     run = runs.make(tmp_path / "run", finished=None, result=None)
     with pytest.raises(InputError, match="not finished"):
         dossier.write(run)

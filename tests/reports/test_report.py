@@ -74,7 +74,7 @@ def words(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body)).replace("\u202f", " ")
 
 
-def test_it_is_one_document_with_every_section(tmp_path):
+def test_a_report_is_one_document_with_every_section(tmp_path):
     text = document(runs.make(tmp_path / "run"))
     tags = parsed(text)
     ids = [a["id"] for _, a in tags.seen if a.get("id")]

@@ -41,7 +41,7 @@ def test_every_share_is_on_the_map(tmp_path):
     assert "which clients are alike" in found
 
 
-def test_colours_are_in_order_of_the_shares(tmp_path):
+def test_colours_follow_the_order_of_the_weights(tmp_path):
     run = runs.make(tmp_path / "a", n_clients=2, n_rounds=1)
     runs.weights(run, p=np.array([[[[0.9, 0.1], [-0.4, 1.4]]]]))
     cells = section(html.write(run)).partition('<div class="narrow">')[0]

@@ -133,7 +133,7 @@ OPTIMISERS = {
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_loop(family: str, optimiser: str, kernels: str) -> None:
+def test_packed_training_equals_the_loop(family: str, optimiser: str, kernels: str) -> None:
     local, tolerance = OPTIMISERS[optimiser]
     distance, loss = both(jobs_of(make(family), family, local), kernels)
     assert distance < tolerance

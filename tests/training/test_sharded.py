@@ -75,7 +75,7 @@ def tables(folder, **changes):
         ),
     ],
 )
-def test_refused_in_one_line(tmp_path, changes, says):
+def test_unsupported_settings_are_refused_in_one_line(tmp_path, changes, says):
     whole = {key: value for key, value in changes.items() if "__" not in key}
     some = {key: value for key, value in changes.items() if "__" in key}
     with pytest.raises(InputError) as found:
