@@ -460,7 +460,7 @@ def test_a_newcomers_numbers_are_scaled_as_those_of_the_run(tmp_path):
     [
         ({"privacy": RECORD}, "no ledger would count"),
         ({"class_weights": "balanced"}, "run again with all"),
-        ({"features": "random", "width": 8}, "no head of the model"),
+        ({"features": "random", "width": 8}, "not a head of the model"),
     ],
 )
 def test_newcomers_whose_sums_do_not_add_up_are_refused(place, tmp_path, changes, words):
