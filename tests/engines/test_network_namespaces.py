@@ -98,6 +98,7 @@ def asked(within: list[str], code: str, *words: object) -> list:
     return json.loads(done.stdout)
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 @pytest.mark.skipif(not may_make_networks(), reason="network namespaces need root and iproute2")
 def test_a_silos_network_reaches_the_fleet_interface_and_nothing_else(tmp_path: Path) -> None:
