@@ -204,6 +204,7 @@ def test_banking77_of_few_classes_a_silo_is_skewed(tmp_path):
     assert "skew of targets" in [risk["risk"] for risk in found["risks"]]
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 def test_a_super_link_gives_the_same_file(tmp_path):
     pytest.importorskip("flwr")

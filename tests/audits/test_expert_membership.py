@@ -42,7 +42,7 @@ def run(folder, epochs, shuffled, method=None, adaptation=None):
 @pytest.fixture(scope="module")
 def memorised(tmp_path_factory):
     """Labels that have nothing to do with the pictures: only who remembers the rows has a low loss on them."""
-    return run(tmp_path_factory.mktemp("memorised"), 30, shuffled=True)
+    return run(tmp_path_factory.mktemp("memorised"), 10, shuffled=True)
 
 
 def by_scikit_learn(path):
@@ -82,7 +82,7 @@ def test_rows_that_are_all_alike_disclose_nobody(tmp_path):
 @pytest.mark.proof
 def test_prompts_of_clients_are_attacked_too(tmp_path):
     method = {"name": "fedpgp", "rounds": 3, "rank": 8, "mu": 0.0}
-    path = run(tmp_path, 30, True, method, {"name": "prompt", "tokens": 8})
+    path = run(tmp_path, 10, True, method, {"name": "prompt", "tokens": 8})
     found = {f.name: f for f in perform(path, ["expert_membership"])}
     own = found["own_mixture_membership"]
     assert own.detail["clients"] == 3

@@ -168,7 +168,7 @@ def test_canaries_are_recognised_where_the_model_remembers_and_not_where_it_hard
     monkeypatch.setattr(text_canaries, "SHARE", 1)
     found = {}
     for name, local in (("hard", HARD), ("soft", {**HARD, "epochs": 1, "learning_rate": 1e-5})):
-        out = run(tmp_path, tmp_path / name, FULL, method="local", task="instruction", local=local, n=40)
+        out = run(tmp_path, tmp_path / name, FULL, method="local", task="instruction", local=local, n=24)
         (found[name],) = fedfm.audit(out, ["text_canaries"])
     assert found["hard"].verdict == "leaks"
     assert found["soft"].estimate < 0.1

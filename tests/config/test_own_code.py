@@ -165,6 +165,7 @@ def test_rows_of_a_module_without_classes_are_told_apart_by_its_loss(ward, tmp_p
     np.testing.assert_allclose(-evidence(method, population.model, Params(state), rows), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 def test_a_deployment_on_loopback_has_the_same_bits(ward, tmp_path):
     here, there = (fedfm.run(tables("silos", run={"engine": e}), tmp_path / e) for e in ("local", "deployment"))

@@ -46,7 +46,7 @@ def listen(method, folder, rounds=2, **keys):
     """(method, tap) after a run of the small experiment with the shipped model as its secret."""
     experiment = Experiment.from_dict(
         {
-            "data": {"name": "digits", "limit": 120, "partition": {"name": "iid", "clients": 3}},
+            "data": {"name": "digits", "limit": 60, "partition": {"name": "iid", "clients": 3}},
             "model": {"name": "nano-vit", "weights": "random", "adaptation": {"name": "full"}},
             "method": {
                 "name": method,

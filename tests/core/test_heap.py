@@ -22,7 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.proof
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
-@pytest.mark.parametrize("megabytes", [48, 2500])  # more than any threshold of mallopt
+@pytest.mark.parametrize("megabytes", [48, pytest.param(2500, marks=pytest.mark.release)])
 def test_a_large_array_takes_the_place_of_the_last_one(megabytes):
     """Page faults of the second of two arrays, with and without."""
     faults = {}

@@ -45,10 +45,7 @@ def checked(text):
 LONG = (
     *("first-experiment", "attacks", "personalise", "own-data", "choose-a-method", "one-round", "instructions"),
     "sequence-to-sequence",
-    "segmentation",
     "visual-instruction",
-    "leave",
-    "token-classification",
     "data-at-scale",
     "own-model",
     "read-a-run",
@@ -58,6 +55,12 @@ LONG = (
     "pretrain",
     "track",
 )
+LONGEST = ("leave", "segmentation", "token-classification")  # of what tests/api, tests/tasks and the gallery show
+
+
+def marks(page: Path) -> list[pytest.MarkDecorator]:
+    """Which target runs the blocks of a page."""
+    return [pytest.mark.proof] * (page.stem in LONG) + [pytest.mark.release] * (page.stem in LONGEST)
 
 
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")  # by a Trainer, where there is no GPU
@@ -65,7 +68,7 @@ LONG = (
 @pytest.mark.parametrize(
     "page",
     [
-        *(pytest.param(p, marks=[pytest.mark.proof] * (p.stem in LONG), id=p.stem) for p in PAGES),
+        *(pytest.param(p, marks=marks(p), id=p.stem) for p in PAGES),
         *(
             pytest.param(p, marks=[pytest.mark.proof] * (p.stem in ("advise", "audit")), id=f"fedfm.{p.stem}")
             for p in NAMES

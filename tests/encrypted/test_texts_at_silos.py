@@ -50,6 +50,7 @@ def experiment(folder, student="student", run=None, **method):
     }
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 def test_texts_at_a_silo_give_the_run_in_the_clear(folder, tmp_path):
     """The noise of a ciphertext is drawn by the system, so adapters agree but for it."""

@@ -108,6 +108,7 @@ def test_a_slow_silo_does_not_hold_up_an_asynchronous_run(tmp_path):
     assert "in a random order, which cannot be repeated" in fedfm("audit", tmp_path / "run", code=2)["stderr"]
 
 
+@pytest.mark.release
 def test_an_answer_to_a_server_that_was_killed_is_not_trained_again(tmp_path):
     """The ServerApp is stopped, one of three ends its first pass then, and nobody pulls its answer."""
     method = f'name = "naughty:Naughty"\nrounds = 16\norders = "{tmp_path}"'

@@ -23,7 +23,7 @@ FEW = {"method": {"name": "scaffold", "rounds": 2, "fraction": 0.4}, "run": {"ev
         "local",
         "folder",
         pytest.param("simulation", marks=[pytest.mark.simulation, pytest.mark.release]),
-        pytest.param("deployment", marks=pytest.mark.deployment),
+        pytest.param("deployment", marks=[pytest.mark.deployment, pytest.mark.release]),
     ],
 )
 def test_every_engine_scores_the_same_share_with_the_same_bits_and_says_so(tmp_path, monkeypatch, engine):

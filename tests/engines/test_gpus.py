@@ -152,12 +152,12 @@ def test_sites_of_one_machine_on_gpus_are_spawned_before_a_model_is_loaded(tmp_p
     """The parent would take the GPU and fork, after which no child can use it."""
     text = Experiment.from_dict(TABLES).to_toml()
     folders = []
-    for name in ("client-00", "client-01", "client-02"):
+    for name in ("client-00", "client-01"):
         config, node = {"experiment": text, "key": "k"}, {"client": name, "site": str(tmp_path)}
         folders.append(client_stub.folder_of(config, node, 0))
         client_stub.prepare(folders[-1], config, node)
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    quick = os.environ | {"FEDFM_WORKER_IDLE": "12", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    quick = os.environ | {"FEDFM_WORKER_IDLE": "8", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     quick.pop("CUDA_VISIBLE_DEVICES", None)
     with subprocess.Popen(
         [sys.executable, "-c", _SITES, *map(str, folders)], env=quick, stderr=subprocess.PIPE
@@ -174,8 +174,8 @@ def test_sites_of_one_machine_on_gpus_are_spawned_before_a_model_is_loaded(tmp_p
         text, _ = client_stub.call(folders[1], "client-01", "query.hello", head, b"".join(pieces))
         _, error = parent.communicate(timeout=60)
     assert (parent.returncode, error) == (0, b"")
-    assert seen == ["0", "1", "0"]
-    assert len({parent.pid, *pids}) == 4
+    assert seen == ["0", "1"]
+    assert len({parent.pid, *pids}) == 3
     assert '"fault"' not in text
 
 

@@ -54,6 +54,7 @@ def test_in_a_simulation(locally, tmp_path):
     same(fedfm("run", exp, "--out", tmp_path / "run", "--engine", "simulation"), result)
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 def test_deployed(locally, tmp_path):
     exp, result = locally

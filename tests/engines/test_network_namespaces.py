@@ -98,6 +98,7 @@ def run_code(within: list[str], code: str, *words: object) -> list:
     return json.loads(done.stdout)
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 @pytest.mark.skipif(not may_make_networks(), reason="network namespaces need root and iproute2")
 def test_a_silo_reaches_only_the_servers_fleet_interface(tmp_path: Path) -> None:

@@ -16,13 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-method.md"
 FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("simulation", marks=pytest.mark.simulation),
-        pytest.param("deployment", marks=pytest.mark.release),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
 def test_the_newcomers_method_gives_the_same_bits_everywhere(tmp_path, engine):
     passes(tmp_path, "-k", engine, "test_my_methods.py")
 

@@ -14,6 +14,7 @@ delta = 1e-5
 """
 
 
+@pytest.mark.release
 @pytest.mark.deployment
 def test_an_audit_repeats_the_run_on_the_local_engine(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)

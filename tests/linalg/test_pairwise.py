@@ -179,6 +179,18 @@ def test_cosines_are_right_to_a_ten_millionth(entries, near):
         assert np.abs(got - want).max() <= 1e-7
 
 
+@pytest.mark.parametrize("most", [None, 0])
+def test_copies_of_one_onto_give_the_bits_of_one_object(most):
+    """A run whose vectors are in files, or that is resumed, has copies where another run has one object."""
+    rng = torch.Generator().manual_seed(0)
+    vectors = [Params({"w": torch.randn(9000, generator=rng)}) for _ in range(24)]
+    weights = np.random.default_rng(0).normal(size=(1, 24, 24))
+    start = vectors[0] + vectors[1]
+    copies = [start.map(torch.clone) for _ in range(24)]
+    one, other = mix(weights, vectors, onto=[start] * 24), mix(weights, vectors, onto=copies, most=most)
+    assert [x.sha256() for x in one] == [x.sha256() for x in other]
+
+
 def test_a_mean_that_dwarfs_the_spread_does_not_spoil_pearson():
     rng = np.random.default_rng(0)
     vectors = [Params({"w": torch.as_tensor(1000 + rng.normal(size=100_000)).float()}) for _ in range(4)]

@@ -205,7 +205,7 @@ def test_the_noise_for_a_target_spends_at_most_the_target():
 
 # --- D2: an audit of the release --------------------------------------------------------------------------------------
 
-TRIALS = 1000
+TRIALS = 400
 ROUNDS = 2
 
 
@@ -286,15 +286,15 @@ def promised(cls, epsilon):
 
 
 @pytest.mark.parametrize(
-    "epsilon",
+    ("epsilon", "trials"),
     [
-        *(pytest.param(epsilon, marks=pytest.mark.proof) for epsilon in (1.0, 4.0)),
-        *(pytest.param(epsilon, marks=pytest.mark.release) for epsilon in (0.5, 2.0, 8.0)),
+        pytest.param(4.0, TRIALS, marks=pytest.mark.proof),
+        *(pytest.param(epsilon, 1000, marks=pytest.mark.release) for epsilon in (0.5, 1.0, 2.0, 8.0)),
     ],
 )
-def test_an_audit_does_not_refute_the_stated_epsilon(epsilon):
+def test_an_audit_does_not_refute_the_stated_epsilon(epsilon, trials):
     least = 0.6 * epsilon if epsilon >= 2 else 0.0  # so few trials say little of a small one
-    assert least <= measured(promised(CentralGaussian, epsilon)) <= epsilon
+    assert least <= measured(promised(CentralGaussian, epsilon), trials) <= epsilon
 
 
 @pytest.mark.parametrize("broken", [HalfTheNoise, LessByRootTwo, OnceARun, NoClip, WeighedByRows])

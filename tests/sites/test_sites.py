@@ -18,18 +18,24 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's process
 
 
 @pytest.mark.deployment
-def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
-    with sites(tmp_path) as at:
+def test_kits_behind_a_relay_give_the_bits_of_the_local_engine(tmp_path):
+    """A run waits for its silos; the relay cuts idle connections and is away for a while; a certificate is renewed."""
+    with relayed(tmp_path, rounds=3, idle=0.15) as (at, relay):
         alone = here("run", at.alone, "--out", tmp_path / "local")
         running = at.begin()  # before the server is there: it waits
         at.start("server", "hospital-a")
         until(lambda: "waiting for 1 of 2 silos: hospital-b, never seen" in at.told())
         at.start("hospital-b")
+        passed(at, running, 1)
+        relay.interrupt(4.0)
+        at.provision("--renew")
+        until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text())
         assert bits(at.result(running)) == bits(alone)
+        assert relay.cut > 3
         once(at)
-        told = fedfm("silo", "check", at.kits / "hospital-a", at.experiment)
-        assert told["fits"], told
-        assert {line["what"]: line["status"] for line in told["checks"]}["clock"] == "ok"
+        found = fedfm("silo", "check", at.kits / "hospital-a", at.experiment)
+        assert found["fits"], found
+        assert {line["what"]: line["status"] for line in found["checks"]}["clock"] == "ok"
         private = [p for p in (at.kits / "server" / ".fedfm").rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
         assert private == []
 
@@ -110,20 +116,6 @@ def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
         at.start("server")
         assert bits(at.result(running)) == bits(alone)
         assert "submitted again" in at.told()
-
-
-@pytest.mark.deployment
-def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_path):
-    with relayed(tmp_path, rounds=3, idle=0.15) as (at, relay):
-        alone = here("run", at.alone, "--out", tmp_path / "local")
-        at.start()
-        running = at.begin()
-        passed(at, running, 1)
-        relay.interrupt(4.0)
-        at.provision("--renew")
-        until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text())
-        assert bits(at.result(running)) == bits(alone)
-        assert relay.cut > 3
 
 
 @pytest.mark.outage

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from fedfm.linalg.column_blocks import (
+    PIECE,
     Rows,
     Stretch,
     Workspace,
@@ -89,14 +91,14 @@ def mix(
 ) -> list[Params]:
     """onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
 
-    Sums run in float32 (float64 for float64 entries). If all rows have the same ``onto``, it is one more term of the
-    sums. Otherwise each row's own ``onto`` is added last.
+    Sums run in float32 (float64 for float64 entries). If all rows have an ``onto`` of the same bits, it is one more
+    term of the sums. Otherwise each row's own ``onto`` is added last.
 
     Args:
         weights: (L, M, K).
         vectors: K vectors of one layout; each is read once.
         layers: as in :func:`gram`.
-        onto: M vectors of the same layout, which may all be the same vector; None means zero.
+        onto: M vectors of the same layout, which may all be one vector; None means zero.
         threads: as in :func:`gram`.
         most: bytes of results in memory, as in :func:`fedfm.linalg.out_of_core.allocate`.
 
@@ -134,7 +136,8 @@ def mix(
     if not made:
         return []
     runs = [join_spans(layout, names) for names in checked]
-    if onto is not None and all(x is onto[0] for x in onto):  # one more term saves one more pass
+    # One more term saves one more pass. Bits are compared: whether vectors are one object depends on the memory.
+    if onto is not None and all(_equal(x, onto[0]) for x in onto):
         weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
         vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
@@ -203,6 +206,14 @@ def _layout_of(vectors: Sequence[Params]) -> Layout:
     for x in vectors:
         x.check_like(vectors[0].layout)
     return vectors[0].layout
+
+
+def _equal(x: Params, y: Params) -> bool:
+    """Whether two vectors of one layout have the same bits, read up to the first piece that differs."""
+    if x is y:
+        return True
+    pairs = [(x.flats[d].view(torch.uint8), y.flats[d].view(torch.uint8)) for d in x.flats]
+    return all(torch.equal(a, b) for of in pairs for a, b in zip(*(flat.split(PIECE) for flat in of), strict=True))
 
 
 def _layer_names(layout: Layout, layers: Sequence[Sequence[str]] | None) -> list[list[str]]:
