@@ -188,8 +188,8 @@ def test_conversations_from_run_to_prediction_and_export(folder, tmp_path, capsy
     )
     assert cut == [
         f"{sum(trained)} of {len(trained)} training rows and {sum(tested)} of {len(tested)} test rows have more than "
-        "12 tokens (model.max_length) and are cut: prompts lose their beginning, and answers lose their last "
-        "tokens before the end token"
+        "12 tokens (model.max_length) and are cut: prompts lose their beginning, and answers lose their "
+        "end, so the model does not learn where these answers end"
     ]
 
     asked = [{"messages": row["messages"][:-1]} for row in conversations()[:6]]

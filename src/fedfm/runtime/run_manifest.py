@@ -232,7 +232,7 @@ def template_notices(population: Partitioned) -> list[str]:
     if cut:
         found.append(
             f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts "
-            "lose their beginning, and answers lose their last tokens before the end token"
+            "lose their beginning, and answers lose their end, so the model does not learn where these answers end"
         )
     return found
 

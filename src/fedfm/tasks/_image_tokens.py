@@ -15,7 +15,7 @@ import numpy as np
 
 from fedfm.core.rows import Asked, Output, blank, has_tools
 from fedfm.errors import InputError, first_line
-from fedfm.models.language import chat_templates, truncation
+from fedfm.models.language import chat_templates
 from fedfm.models.language.chat_form import check_tools, describe, render
 from fedfm.models.quiet import quiet
 from fedfm.tasks._image_processor import tokens_of
@@ -181,13 +181,11 @@ def _cut(row: EncodedRow, of: Row, tools: Tools) -> EncodedRow:
             f"model.max_length = {row.length}, or use smaller images",
             key="model.max_length",
         )
-    tail = truncation.keep_start(row.ids[row.start :], most - row.start, tools.tokenizer)
-    index = [*range(row.start), *(row.start + i for i in tail)]
-    return replace(
+    return replace(  # cut as in fedfm.models.language.truncation: an answer that is cut has no end token
         row,
-        ids=[row.ids[i] for i in index],
-        counts=[row.counts[i] for i in index],
-        by_token={name: [values[i] for i in index] for name, values in row.by_token.items()},
+        ids=row.ids[:most],
+        counts=row.counts[:most],
+        by_token={name: values[:most] for name, values in row.by_token.items()},
     )
 
 

@@ -120,7 +120,7 @@ class VisualInstruction(Instruction):
         if cut:
             found.append(
                 f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: answers "
-                "lose their last tokens before the end token, and prompts with their images stay"
+                "lose their end, so the model does not learn where they end; prompts with their images stay"
             )
         return found
 

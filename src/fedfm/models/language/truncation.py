@@ -2,8 +2,8 @@
 
 An answer may use the tokens that the prompt leaves free, but at least half of ``max_length``. The prompt uses the rest.
 So a row that is too long gets ``max_length`` tokens and always keeps some of its answer. The prompt loses tokens at its
-beginning, after the token that begins every text (BOS). The answer loses tokens at its end, before the token that ends
-it (EOS).
+beginning, after the token that begins every text (BOS). The answer loses its end, with the token that ends it (EOS): a
+model that learned EOS after a cut would learn to stop within a sentence.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
         >>> tokenizer = SimpleNamespace(bos_token_id=1, all_special_ids=[1, 2])
         >>> row = Written([1, 5, 6, 7, 8, 9, 2], [False] * 3 + [True] * 4, 3)
         >>> cut(row, 5, tokenizer).ids
-        [1, 6, 7, 8, 2]
+        [1, 6, 7, 8, 9]
     """
     answer = len(row.ids) - row.start
     reserved = min(longest or answer, max(most - most // 2, most - row.start))
     head = keep_end(row.ids[: row.start], min(row.start, most - reserved), tokenizer)
-    tail = keep_start(row.ids[row.start :], min(answer, most - len(head)), tokenizer)
-    index = [*head, *(row.start + i for i in tail)]
+    end = row.start + min(answer, most - len(head))
+    index = [*head, *range(row.start, end)]
     return Written([row.ids[i] for i in index], [row.counts[i] for i in index], len(head))
 
 
@@ -46,16 +46,6 @@ def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
         return list(range(n))
     first = [0] if room > 1 and prompt[0] == tokenizer.bos_token_id else []
     return first + list(range(n - room + len(first), n))
-
-
-def keep_start(answer: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of an answer that are kept: the first tokens, and the answer's end if there is room."""
-    n = len(answer)
-    if n <= room:
-        return list(range(n))
-    end = _end(answer, tokenizer)
-    size = min(n - end, room - 1)
-    return [*range(room - size), *range(end, end + size)]
 
 
 def _end(answer: list[int], tokenizer: Any) -> int:
