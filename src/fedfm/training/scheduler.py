@@ -163,8 +163,8 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool) -> list[Any]:
                 if not any(isinstance(out, BaseException) for out in trained):
                     # None of the clients is at fault, e.g. the memory is too small for all at once.
                     text = f"{type(failure).__name__}: {first_line(failure)}"
-                    together = f"{len(jobs)} clients could not train together, so each trains alone, which takes longer"
-                    warnings.warn(f"{together} ({text})", RuntimeWarning, stacklevel=2)
+                    alone = f"{len(jobs)} clients could not train together, so each trains alone, which takes longer"
+                    warnings.warn(f"{alone} ({text})", RuntimeWarning, stacklevel=2)
             for (i, run, _), out in zip(items, trained, strict=True):
                 if isinstance(out, BaseException):
                     advance(i, run, error=out)

@@ -64,7 +64,7 @@ class Judges(Silos):
             raise RunError("the clients of this method have no model that predicts")
         w, piece = requests[0].payload["w"], self.population.piece  # type: ignore[attr-defined]
         # As the server computes them: a client optimiser may have parameters that the model alone does not take.
-        calls = [lambda of=r.client: logits(self.method, model, w, piece(of)) for r in requests]  # type: ignore[misc]
+        calls = [lambda of=r.client: logits(self.method, model, w, piece(of)) for r in requests]
         found = zip(requests, scheduler.run_chunk(calls, together=False), strict=True)
         return [self.fault(r.client, value) if isinstance(value, BaseException) else value for r, value in found]
 
