@@ -112,6 +112,8 @@ def test_each_fault_is_told_once_and_nothing_else(tmp_path_factory, keys):
         put(tables, key, FAULTS[key])
     found = faults_of(tmp_path_factory.getbasetemp() / "faults.toml", tables)
     assert keys_of(found) == sorted(keys)
+    # `key=` is for programs: a reader finds the key once, at the beginning.
+    assert not [line for line in found if re.match(r"([\w.]+)( = [^:]*)?: \1\b", line)]
 
 
 @pytest.mark.parametrize(
