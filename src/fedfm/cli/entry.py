@@ -15,7 +15,7 @@ from typing import Any
 
 from fedfm.api.terminal import tell
 from fedfm.cli.parser import build
-from fedfm.errors import FedfmError, InputError, Terminated
+from fedfm.errors import FedfmError, InputError, Terminated, is_panic
 
 INTERRUPTED = 130
 _CLEANING = 5.0  # seconds after a signal in which further signals are ignored
@@ -77,7 +77,9 @@ def _perform(words: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         from fedfm.cli.unexpected_errors import describe_error
 
         tell(f"fedfm: {describe_error(error, args)}", sys.stderr)
