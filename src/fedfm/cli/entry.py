@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fedfm.api.terminal import tell
 from fedfm.cli.parser import build
@@ -82,7 +82,7 @@ def _perform(words: Sequence[str]) -> int:
             raise
         from fedfm.cli.unexpected_errors import describe_error
 
-        tell(f"fedfm: {describe_error(error, args)}", sys.stderr)
+        tell(f"fedfm: {describe_error(cast(Exception, error), args)}", sys.stderr)
         return 1
 
 

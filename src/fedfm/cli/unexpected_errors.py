@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 
-def describe_error(error: BaseException, args: argparse.Namespace) -> str:
+def describe_error(error: Exception, args: argparse.Namespace) -> str:
     """Describe an error of the operating system, of a library, of a user's own code, or a defect of fedfm."""
     return _about_a_file(error, args) or _defect_line(error)
 
 
-def _defect_line(error: BaseException) -> str:
+def _defect_line(error: Exception) -> str:
     """Describe a defect of fedfm, or an unexpected error of a library or of a user's own code, in one line."""
     from fedfm.core import error_places, libraries
 
@@ -27,7 +27,7 @@ def _defect_line(error: BaseException) -> str:
     return f"{libraries.describe(error)} ({whose}; {place})"
 
 
-def _about_a_file(error: BaseException, args: argparse.Namespace) -> str | None:
+def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
     """Describe an error of the operating system in one line; None if the error is not about a file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
