@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,27 +10,28 @@ APART = 0.2  # points, or hundredths of a nat, by which rounding on another proc
 NO_FIGURES = ("seconds", "more", "curve", "epsilon")
 
 
-def add_seeds(
-    row: str, seeds: Sequence[int], earlier: Mapping[str, Any], run: Callable[[int], dict[str, Any]]
-) -> dict[str, Any]:
-    """Seed -> what is kept: of ``earlier`` seeds as it was, of the others by ``run``.
+def refuse_moved(table: str, moved: Mapping[str, Sequence[str]], again: str) -> None:
+    """Refuse to add seeds to a table of which a row's first seed gives other figures now.
 
-    The first seed is always run. If its figures have moved, the code or the processor differs, and earlier and new
-    figures do not belong in one mean. Then a line says so, and every seed is run.
+    The code or the processor differs then. A table with old rows and new ones would compare the two, so the whole
+    table is run again, or stays as it is.
+
+    Args:
+        moved: row -> what :func:`differences` says of its first seed.
+        again: the command that runs the whole table.
+
+    Raises:
+        SystemExit: a row has moved.
     """
-    found: dict[str, Any] = {}
-    same = False
-    for seed in map(str, seeds):
-        if same and seed in earlier:
-            found[seed] = earlier[seed]
-            continue
-        found[seed] = run(int(seed))
-        if len(found) == 1 and seed in earlier:
-            moved = differences(earlier[seed], found[seed])
-            same = not moved
-            if moved:
-                print(f"{row}: seed {seed} moved, so every seed is run: {', '.join(moved)}", file=sys.stderr)
-    return found
+    lines = [f"{row}: the first seed moved: {', '.join(figures)}" for row, figures in moved.items() if figures]
+    if lines:
+        kept = f"{table} stays as it is, since old and new figures do not belong in one table"
+        raise SystemExit("\n".join([*lines, f"{kept}: run all of it again, `{again}`"]))
+
+
+def add_seeds(seeds: Sequence[int], earlier: Mapping[str, Any], run: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Seed -> what is kept: of ``earlier`` seeds as it was, of the others by ``run``."""
+    return {name: earlier[name] if name in earlier else run(int(name)) for name in map(str, seeds)}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

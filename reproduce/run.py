@@ -19,7 +19,9 @@ states that a frozen model releases of a picture are computed once for all runs 
 models from a folder of raw sets (``--data``, by default ``../shared/data`` beside the repository) into
 ``reproduce/.data/``, runs what has not been run yet, and writes ``docs/results/<folder>.md`` with the command of every
 figure. A table that is not run keeps its old rows. With ``--keep`` a row that is on the page keeps its rates and its
-seeds: only those that it lacks are run, and the first again, which must give what it gave (``kept_seeds.py``).
+seeds: only those that it lacks are run, and first of all each row's first seed again. If it does not give what it gave,
+the table is refused and stays as it is (``kept_seeds.py``). Rows whose noise the operating system draws are not
+compared: they are run anew.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import rates
 from cached_runs import run_once
 from claims import LEFT_OUT, NO_CLAIMS, PERCENT, RATES, looks, no_claims, spread, tally
 from claims import lines as claim_lines
-from kept_seeds import add_seeds
+from kept_seeds import add_seeds, differences, refuse_moved
 
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
@@ -341,11 +343,14 @@ def main() -> None:
         found: dict[str, Any] = {}
         choices: dict[str, Any] = {}
         before = page.get(table) if options.keep else None
-        for path in tables[table]:
-            if options.rows is None or path.stem.partition("__")[2] in options.rows:
-                rows_here, choices_here = results(path, runs, text, seeds, options.data, before)
-                found |= rows_here
-                choices |= choices_here
+        paths = [p for p in tables[table] if options.rows is None or p.stem.partition("__")[2] in options.rows]
+        if before:
+            moved = [results(path, runs, text, seeds, options.data, before, check=True)[0] for path in paths]
+            refuse_moved(table, {row: found for rows in moved for row, found in rows.items()}, command(folder, table))
+        for path in paths:
+            rows_here, choices_here = results(path, runs, text, seeds, options.data, before)
+            found |= rows_here
+            choices |= choices_here
         page = json.loads(store.read_text()) if store.exists() else {}  # another process may have written
         if options.rows is not None:
             found = page.get(table, {}).get("rows", {}) | found
@@ -368,12 +373,14 @@ def results(
     seeds: Sequence[int] | None,
     data: Path,
     before: Mapping[str, Any] | None = None,
+    check: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run one row at every point of the table's grid; return its figures by name and seed, and its choices of rates.
 
     Args:
         seeds: the seeds; None means those of the table.
         before: the table on the page, where its rates and seeds are kept.
+        check: only run the first seed of each row that is on the page; the result is name -> what moved.
     """
     from sets import Sets, needed_names
     from states import keep
@@ -393,6 +400,10 @@ def results(
     for point, keys in grid.items():
         row = f"{name}{point and f'.{point}'}"
         old = before["rows"].get(row, {}) if before else {}
+        privacy = Experiment.load(path, keys).privacy
+        drawn = privacy is not None and privacy.states_epsilon
+        if check and (drawn or not old):
+            continue
         choice = rates.Choice(**before["choices"][row]) if before and old else rates.Choice("")
         if old and (choice.keys or not searched_grid(text, name)):
             changes, words = dict(choice.keys), next(iter(old.values()))["more"][0] if choice.keys else ""
@@ -410,10 +421,13 @@ def results(
         its = numbers(at[row if row in at else name]) if row in at or name in at else None
         of = [s for s in seeds or its or numbers(text.get("seeds", 1)) if its is None or s in its]
         of = of[:1] if name in text.get("single", []) else sorted({*of, *map(int, old)})
-        if name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
+        if check:
+            first = min(map(int, old))
+            out[row] = differences(old[str(first)], run(first))
+        elif name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
             out[row] = dict.fromkeys(map(str, of), run(of[0]))
         else:
-            out[row] = add_seeds(row, of, old, run)
+            out[row] = add_seeds(of, {} if drawn else old, run)
         choices[row] = choice.to_dict()
     return out, choices
 

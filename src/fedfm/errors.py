@@ -221,6 +221,11 @@ def depends_on_rows(error: BaseException) -> bool:
     return not isinstance(error, Lost)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up, e.g. tokenizers on a regular expression; such an error is no ``Exception``."""
+    return type(error).__name__ == "PanicException"
+
+
 def first_line(error: BaseException, most: int = 160) -> str:
     """First line with text of an exception, cut to ``most`` characters. ``str(error)`` may raise, too."""
     try:

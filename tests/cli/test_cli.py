@@ -26,6 +26,8 @@ from fedfm.config.toml import to_toml
 from fedfm.core.messages import Excluded
 from fedfm.core.wire import payload
 from fedfm.data.class_names import class_name
+from fedfm.errors import InputError
+from fedfm.reports.page import save
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 from fedfm.training import BY_NAME
@@ -387,6 +389,15 @@ def test_a_place_that_cannot_be_written_is_named_without_a_traceback(finished, t
         assert f"{words[-1]}: " in err
         assert err.endswith(": Not a directory\n")
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("chosen", "way"), [(True, "--out"), (False, "copy {} to a folder of yours")])
+def test_a_page_that_cannot_be_written_names_a_way_out(tmp_path, chosen, way):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError) as refused:
+        save("text", tmp_path / "file" / "report.html", chosen=chosen)
+    assert f"make {tmp_path / 'file'} writable, or " in str(refused.value)
+    assert way.format(tmp_path / "file") in str(refused.value)
 
 
 def test_predict_with_a_model_per_client(tmp_path, capsys):

@@ -112,6 +112,8 @@ def test_exactly_the_faults_of_a_file_are_reported_each_once(tmp_path_factory, k
         put(tables, key, FAULTS[key])
     found = faults_of(tmp_path_factory.getbasetemp() / "faults.toml", tables)
     assert keys_of(found) == sorted(keys)
+    # `key=` is for programs: a reader finds the key once, at the beginning.
+    assert not [line for line in found if re.match(r"([\w.]+)( = [^:]*)?: \1\b", line)]
 
 
 @pytest.mark.parametrize(

@@ -29,31 +29,36 @@ def figures(seed: int, moved: float = 0.0) -> dict[str, Any]:
 
 
 @FEW
-@given(seeds=SEEDS, earlier=st.sets(st.integers(0, 9)), rounding=st.floats(-0.2, 0.2))
-def test_only_the_first_seed_and_new_ones_are_run(kept_seeds, seeds, earlier, rounding) -> None:
+@given(seeds=SEEDS, earlier=st.sets(st.integers(0, 9)))
+def test_only_new_seeds_are_run(kept_seeds, seeds, earlier) -> None:
     asked: list[int] = []
 
     def run(seed: int) -> dict[str, Any]:
         asked.append(seed)
-        return figures(seed) | {"seconds": 9.0}
+        return figures(seed)
 
-    old = {str(s): figures(s, 0.9 * rounding) for s in earlier}
-    found = kept_seeds.add_seeds("row", seeds, old, run)
+    old = {str(s): figures(s, 0.1) for s in earlier}
+    found = kept_seeds.add_seeds(seeds, old, run)
     assert list(found) == [str(s) for s in seeds], "the seeds of the table, and no others"
-    again = {seeds[0]} | (set(seeds) - earlier)
-    if seeds[0] not in earlier:
-        again = set(seeds)  # nothing was compared, so nothing is kept
-    assert asked == [s for s in seeds if s in again]
-    assert all(found[str(s)] == old[str(s)] for s in seeds if s not in again)
+    assert asked == [s for s in seeds if s not in earlier]
+    assert all(found[str(s)] == old[str(s)] for s in seeds if s in earlier)
+
+
+MOVES = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.0, 0.1, -0.15, 0.21, -3.0]), min_size=1)
 
 
 @FEW
-@given(seeds=SEEDS, moved=st.one_of(st.floats(0.21, 9), st.floats(-9, -0.21)))
-def test_a_row_whose_first_seed_changed_runs_every_seed_again(kept_seeds, capsys, seeds, moved) -> None:
-    capsys.readouterr()
-    old = {str(s): figures(s, moved) for s in range(10)}
-    assert kept_seeds.add_seeds("row", seeds, old, figures) == {str(s): figures(s) for s in seeds}
-    assert f"row: seed {seeds[0]} moved" in capsys.readouterr().err
+@given(moves=MOVES)
+def test_a_table_is_refused_if_any_row_moved(kept_seeds, moves) -> None:
+    """The refusal names these rows and no others, by how much, and how to run the whole table."""
+    moved = {row: kept_seeds.differences(figures(0), figures(0, by)) for row, by in moves.items()}
+    far = {row for row, by in moves.items() if abs(by) > 0.2}
+    if not far:
+        kept_seeds.refuse_moved("table1", moved, "the command")
+        return
+    with pytest.raises(SystemExit, match=r"(?s)accuracy 50.0 -> .*`the command`") as refused:
+        kept_seeds.refuse_moved("table1", moved, "the command")
+    assert {line[0] for line in str(refused.value).splitlines()[:-1]} == far
 
 
 @pytest.mark.parametrize(

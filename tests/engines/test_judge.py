@@ -144,6 +144,31 @@ def test_rows_that_clients_have_scored_are_not_scored_again(
     assert sorted(map(int, log.read_text().split())) == [2, 3, 19]  # two clients' rows and the rest
 
 
+def test_what_workers_cannot_judge_is_said_once_and_judged_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone, lines = population(DEALT["all"]), list[str]()
+    link, w, server = link_of(everyone, tmp_path, 2, notice=lines.append), start(everyone), os.getpid()
+    compute = engine.logits
+
+    def fails(method: Any, model: Any, w: Params, rows: Any) -> torch.Tensor:
+        if os.getpid() != server and len(rows) < 12:
+            raise KeyError("no such layer")
+        return compute(method, model, w, rows)
+
+    monkeypatch.setattr(engine, "logits", fails)
+    pids = []
+    for v in (w, 0.5 * w):
+        assert judge(everyone, METHOD, link.judge)(v) == judge(everyone, METHOD)(v)
+        assert link._pool is not None
+        pids.append([worker.pid for worker in link._pool._workers])
+    link.close()
+    assert pids[0] == pids[1]  # an error ends no worker
+    (line,) = lines
+    assert "2 of 3 parts" in line
+    assert "KeyError: 'no such layer'" in line
+
+
 @pytest.mark.proof
 def test_a_worker_that_dies_leaves_its_piece_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     everyone = population(DEALT["all"])

@@ -6,16 +6,18 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from fedfm.aggregation.base import Aggregator
-from fedfm.core.client import Client, Update, each, on_client
+from fedfm.core.client import Client, Terms, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
+from fedfm.engines.child_processes import run_and_exit
 from fedfm.engines.interruption import Interrupted
 from fedfm.engines.local.engine import LocalLink, processes
 from fedfm.engines.local.worker_pool import Pool
@@ -24,7 +26,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.runtime.client import Silos
-from fedfm.training import SGD
+from fedfm.training import SGD, scheduler
 from fedfm.training.scheduler import run_chunk
 from toy import Toys, federation, run
 
@@ -198,9 +200,9 @@ def test_a_reply_that_cannot_be_sent_excludes_its_client_on_every_link(tmp_path,
 
 
 def test_a_worker_that_dies_between_two_rounds_is_replaced_and_no_client_is_blamed(tmp_path):
-    method, found = FedAvg(local=SGD()), []
+    method, found, lines = FedAvg(local=SGD()), [], []
     for killed in (False, True):
-        fed = federation(method, ROWS, tmp_path / str(killed), workers=2)
+        fed = federation(method, ROWS, tmp_path / str(killed), workers=2, notice=lines.append)
         state = method.init(fed)
         for t in (1, 2):
             fed.begin(t)
@@ -212,6 +214,8 @@ def test_a_worker_that_dies_between_two_rounds_is_replaced_and_no_client_is_blam
         assert fed.excluded == []
         found.append(state["w"].item())
     assert found[0] == found[1]
+    assert len(lines) == 1
+    assert "signal 9" in lines[0]
 
 
 @pytest.mark.parametrize("letters", [1, 600], ids=["payloads", "names"])
@@ -244,13 +248,78 @@ def test_a_method_that_writes_into_its_payload_stops_the_run(tmp_path, workers):
 def test_a_client_that_dies_is_reported_at_once_with_its_signal(tmp_path, name, words):
     method = Naughty()
     rows = {"a": [0.0], f"{name}-1": [0.0], f"{name}-2": [0.0], "z": [0.0]}
-    fed = federation(method, rows, tmp_path, workers=2, timeout=600)
+    lines = []
+    fed = federation(method, rows, tmp_path, workers=2, timeout=600, notice=lines.append)
     states = run(method, fed, 2)
+    assert [words in line for line in lines] == [True]  # once in eight ends
     assert float(states[-1]["w"]) == pytest.approx(3.0)
     assert [(e.code, e.client) for e in fed.excluded] == [("E_DIED", f"{name}-1"), ("E_DIED", f"{name}-2")] * 2
     # Not E_TIMEOUT: nobody waited for the client's time to end.
     assert all(words in e.reason for e in fed.excluded)
     fed._link.close()
+
+
+@dataclass(frozen=True)
+class Unlike(FedAvg):
+    """The server half sends one client an argument of another type."""
+
+    @on_client
+    def train(self, client: Client, w: Params, k: int = 0) -> Update:
+        return Update(w * 0 + Params({"w": torch.tensor([1.0])}), 1)
+
+
+def test_a_payload_of_another_type_is_named_and_ends_no_worker(tmp_path):
+    lines = []
+    fed = federation(Unlike(), {"a": [0.0], "wrong": [0.0], "z": [0.0]}, tmp_path, workers=2, notice=lines.append)
+    pids = set()
+    for t in (1, 2):
+        fed.begin(t)
+        k = each({client: "text" if client == "wrong" else 1 for client in fed.clients})
+        fed.mean(Unlike().train, w=fed.initial, k=k)
+        pids |= {worker.pid for worker in fed._link._pool._workers}
+    assert [(e.client, e.code, e.reason) for e in fed.excluded] == [
+        ("wrong", "E_FIELD", "k: expected int, got str")
+    ] * 2
+    assert len(pids) == 2
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        (None, 0, ""),
+        (SystemExit(4), 4, ""),
+        (SystemExit("why"), 1, "why\n"),
+        (ValueError("lost"), 1, "ValueError: lost\n"),
+    ],
+)
+def test_a_fork_says_why_it_ends(capfd, end, status, said):
+    def body():
+        if end is not None:
+            raise end
+
+    if not (pid := os.fork()):
+        run_and_exit(body)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+    err = capfd.readouterr().err
+    assert err.endswith(said) if said else not err
+
+
+def test_clients_that_can_only_train_alone_are_said(monkeypatch):
+    """Otherwise the run would only be slow, e.g. where the memory is too small for all of them at once."""
+
+    class OneAtATime:
+        def __call__(self, jobs):
+            if len(jobs) > 1:
+                raise MemoryError("too many")
+            return [jobs[0].w]
+
+    monkeypatch.setattr(scheduler, "_trainer_of", lambda job: OneAtATime())
+    w = Params({"w": torch.ones(1)})
+    asker = SimpleNamespace(model=None)
+    calls = [partial(scheduler.train_client, asker, w, None, Terms()) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match="3 clients could not train together.*MemoryError: too many"):
+        assert run_chunk(calls, together=True) == [w, w, w]
 
 
 @pytest.mark.proof

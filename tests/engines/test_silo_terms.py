@@ -325,6 +325,14 @@ TERMS = [  # a term, an experiment that does not meet it, what the log says, one
     ),
     ({"require": {"largest_delta": 1e-6}}, PRIVATE, "the experiment has delta 1e-05", None),
     ({"allow_methods": ["fedprox"]}, {}, 'allow_methods is "fedprox"', {"method": {"name": "fedprox", "rounds": 1}}),
+    # The experiment names no task, so the rows imply it.
+    ({"allow_tasks": ["regression"]}, {}, 'model.task = "classification": allow_tasks is "regression"', None),
+    (
+        {"allow_tasks": ["classification"]},
+        {"model": {"name": "features", "task": "regression"}},
+        'model.task = "regression": allow_tasks is "classification"',
+        {},
+    ),
 ]
 
 

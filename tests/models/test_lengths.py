@@ -49,6 +49,19 @@ def load(folder, kind="text", **keys):
     return load_model(spec, classes=("a", "b") if kind == "text" else (), kind=kind)
 
 
+@pytest.mark.parametrize("stated", [20, 39, 40, 100])
+def test_a_tokenizer_that_states_fewer_tokens_than_rows_keep_is_said(stated, tmp_path):
+    folder = family("Bert", tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": stated}))
+    for asked in (20, 30, 128):
+        model = load(folder, max_length=asked)
+        kept = min(asked, 40)
+        assert model.tools.max_length == kept
+        said = [text for text in model.notices if f"states {stated} tokens" in text]
+        assert [f"keep {kept}," in text for text in said] == ([True] if kept > stated else [])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_of_all_positions_computes_and_a_longer_one_does_not(name, tmp_path):
     model, most = load(family(name, tmp_path)), FAMILIES[name][1]

@@ -143,3 +143,18 @@ def test_other_formats_are_refused_by_their_name(tmp_path, folder, method):
         with pytest.raises(InputError, match=f"is quantised with {method or 'an unnamed format'}; ") as error:
             load_model(spec, classes=(), kind="passages", hollow=hollow)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("settings", [True, False])
+def test_float8_without_scales_is_refused_with_and_without_settings(folders, tmp_path, settings):
+    """Without settings transformers took the bits as the weights, 9,000 times too large."""
+    folder = shutil.copytree(folders["fp8"][0], tmp_path / "bare")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "scale" not in n}, folder / "model.safetensors", {"format": "pt"})
+    if not settings:
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+    for kind in ("lora", "head"):
+        with pytest.raises(InputError, match=r"21 tensors of 8 or 4 bits without scales: .*saved as bfloat16"):
+            load(folder, prose(), kind)

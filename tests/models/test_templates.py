@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny_models import load, sentences
 
+from fedfm.api.model_card import how_to_load
 from fedfm.core.rows import INPUT
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -270,6 +271,15 @@ def test_a_row_is_the_same_on_every_day(folder, tmp_path, template):
     row = encode_row(TALK, "birds sing", None, tokenizer)
     assert tokenizer.decode(row.ids).replace(" ", "").startswith("202426Jul<s>")
     assert tokenizer.decode([i for i, c in zip(row.ids, row.counts, strict=True) if c][-3:]) == "birds sing [SEP]"
+
+
+@pytest.mark.parametrize("today", ["", "{{ strftime_now('%d %b') }} "])
+def test_the_card_of_an_export_says_that_its_template_writes_another_date(folder, tmp_path, today):
+    model = load(with_chat(folder, tmp_path, today + CHAT), talks((TALK, "birds sing")), "lora", max_length=60)
+    export(model, model.params(), "peft", tmp_path / "out")
+    written = (tmp_path / "out" / "chat_template.jinja").read_text()
+    card = "\n".join(how_to_load(model, "peft", tmp_path / "out"))
+    assert ("strftime_now" in written) == ("In training it wrote 26 July 2024" in card) == bool(today)
 
 
 def test_a_template_with_a_date_that_cannot_be_fixed_is_refused(folder, tmp_path):

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSES, images, load, prose, save, sentences
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from fedfm.core.libraries import refuse
 from fedfm.errors import InputError
-from fedfm.models import pooling, processor_files, tokenizer_files, unknown_keys
+from fedfm.models import pooling, preprocessing, processor_files, tokenizer_files, unknown_keys
 from fedfm.models.export import export
 from fedfm.models.preprocessing import check_scale
 
@@ -354,3 +355,18 @@ def test_prompts_of_classes_are_padded_on_the_right(clip):
 def test_notices_of_the_text_encoders_tokenizer_are_kept(clip):
     change(clip / "tokenizer_config.json", ["pad_token"], pad_tokn="[PAD]")
     assert '"pad_tokn" in its tokenizer_config.json' in notices_for(clip, images(), task="zero_shot")
+
+
+@pytest.mark.parametrize("steps", ["(a+)+$", "(a|aa)+$", "(.*a){20}b"])
+def test_a_regular_expression_of_a_tokenizer_that_needs_too_many_steps_is_refused_soon(steps):
+    """Such an expression takes exponential time; its library gives up after ten million steps, with no Exception."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(steps), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[UNK]")
+    assert len(preprocessing.texts(["a"], tokenizer, 8)) == 1
+    with pytest.raises(InputError, match=r"^model\.name: the tokenizer gives up on a text of the rows: .*retry-limit"):
+        preprocessing.texts(["a" * 60 + "c"], tokenizer, 8)
+    with pytest.raises(InputError, match=r"^here: PanicException: Onig"), refuse("here"):
+        tokenizer("a" * 60 + "c")

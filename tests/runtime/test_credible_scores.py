@@ -79,5 +79,5 @@ def test_scores_that_come_with_an_update_are_checked_as_well(tmp_path, told):
     right = {f"sent/test/{key}": value for key, value in {"n": 12.0, "accuracy": 0.5, "loss": 1.0}.items()}
     fed.client_metrics = {"a": {f"sent/test/{key}": value for key, value in told.items()}, "b": right}
     newest = async_scores.Newest(fed, 1, 2)
-    newest.hear()
+    assert newest.hear() == ["a"]
     assert newest.of("test") == {"a": {}, "b": {"n": 12.0, "accuracy": 0.5, "loss": 1.0}}

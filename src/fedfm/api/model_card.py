@@ -24,6 +24,7 @@ from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.export import Target
 from fedfm.models.families import unwrap
 from fedfm.models.head_inputs import UNIT_NORM
+from fedfm.models.language.chat_form import about_date
 from fedfm.models.language.generation import left_out
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.model import Model
@@ -189,6 +190,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         ]
     if model.tools.tokenizer is not None and not hasattr(model.tools.processor, "tokenizer"):
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    if model.task.answers and (text := about_date(model.tools.tokenizer)):
+        words += ["", text]
     if model.tools.image is not None:
         words += ["", _DECODED]
     if text := model.task.for_export(model, model.params())[0].about_export(to, out):

@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fedfm.api.terminal import tell
 from fedfm.cli.parser import build
-from fedfm.errors import FedfmError, InputError, Terminated
+from fedfm.errors import FedfmError, InputError, Terminated, is_panic
 
 INTERRUPTED = 130
 _CLEANING = 5.0  # seconds after a signal in which further signals are ignored
@@ -77,10 +77,12 @@ def _perform(words: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         from fedfm.cli.unexpected_errors import describe_error
 
-        tell(f"fedfm: {describe_error(error, args)}", sys.stderr)
+        tell(f"fedfm: {describe_error(cast(Exception, error), args)}", sys.stderr)
         return 1
 
 

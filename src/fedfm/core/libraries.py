@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedfm.errors import FedfmError, InputError, first_line
+from fedfm.errors import FedfmError, InputError, first_line, is_panic
 
 _OURS = Path(__file__).resolve().parents[1]
 
@@ -29,7 +29,9 @@ def refuse(where: str) -> Iterator[None]:
         yield
     except (FedfmError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         # Libraries also raise OSError for their own errors, but without a number.
         of_system = isinstance(error, OSError) and error.errno is not None
         if of_system or is_ours(error) or _is_of_memory(error):

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
@@ -128,6 +128,27 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def run_and_exit(body: Callable[[], None]) -> NoReturn:
+    """Run ``body`` in a forked process, then end the process without the handlers that the parent registered.
+
+    The traceback of an error goes to standard error: a bare ``os._exit`` would lose it.
+    """
+    status = 1
+    try:
+        body()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def cause(status: int) -> str:

@@ -29,15 +29,26 @@ def figures_of(
     silos: int,
     least: int,
     deviations: Mapping[str, float] | None,
+    *,
+    by_silo: bool = False,
 ) -> dict[str, Any]:
     """The figures of all silos together.
+
+    An exact drift of groups would disclose single silos' counts, since counts are whole numbers: of two silos and two
+    groups it determines, with the totals, both silos' rows by group. So it has three digits, and of two silos there is
+    none, except where noise covers it, or the figures show each silo anyway.
 
     Args:
         silos: number of silos in the sums.
         least: counts from 1 to ``least`` - 1 are hidden (None).
         deviations: under noise its standard deviation on an entry of a sum (``count``) and on the spread of each block
             (its name); None without noise.
+        by_silo: whether :func:`silo_figures` are shown, too.
     """
+    exact = deviations is not None or by_silo
+    round_figure: Callable[[float | None], float | None] = (
+        _same if exact else _leave_out if silos == 2 else _round_figure
+    )
     rows = float(sums[ROWS][0])
     found: dict[str, Any] = {"silos": silos, "rows": _count(rows, least), "hidden_below": least}
     counts: dict[str, Any] = {}
@@ -50,9 +61,9 @@ def figures_of(
                 found[FEATURES] = {"dimension": block.size, "mean": (total / rows).tolist(), "variance": spread} | drift
         elif np.abs(total).max(initial=0.0) > 0:
             values = _hide(total, rows if block.most == 1 else None, least, deviations)
-            round_figure: Callable[[Any], Any] = _same
             if block.most == 1 and None in values:
-                total, round_figure = _split_hidden(values, rows), _round_figure
+                total = _split_hidden(values, rows)
+                round_figure = _round_figure if round_figure is _same else round_figure
                 within = block.total_spread(total, rows) if silos == 1 else within
             drift = _drift(block, total, within, rows, silos, deviations)
             counts[block.name] = {"groups": list(block.groups), "counts": values} | {
@@ -124,6 +135,10 @@ def _round_figure(value: float | None) -> float | None:
 
 def _same(value: float | None) -> float | None:
     return value
+
+
+def _leave_out(value: float | None) -> float | None:
+    return None
 
 
 def _drift(

@@ -221,7 +221,7 @@ class Survey(ChecksUpdates, Private, Method[SurveyState]):
                 )
         name_opposite(fed)
         deviations = None if self.noise is None else self._deviations(plan.blocks, heard, self.noise)
-        found = figures.figures_of(total, plan.blocks, silos, self.min_count, deviations)
+        found = figures.figures_of(total, plan.blocks, silos, self.min_count, deviations, by_silo=bool(parts))
         found["silos_without_sums"] = heard - silos
         if parts:
             found["by_silo"] = figures.silo_figures(parts, plan.blocks, self.min_count)

@@ -25,16 +25,26 @@ RESIZE = (
 
 
 def notice(spec: ModelSpec, tools: Tools) -> tuple[str, ...]:
-    """A notice if the user's ``model.max_length`` exceeds the model's number of positions; else ()."""
-    asked = (
-        spec.max_length != type(spec).max_length
-    )  # the default is the same for all models, also for CLIP, which has 77 positions
-    if tools.tokenizer is None or not tools.positions or spec.max_length <= tools.positions or not asked:
+    """Notices if ``model.max_length`` exceeds the model's number of positions, or the limit that its tokenizer states.
+
+    Rows are cut to the positions, since the model has no others. They are not cut to the tokenizer's limit: it only
+    says for how many tokens the model was made.
+    """
+    if tools.tokenizer is None:
         return ()
-    return (
-        f"model.max_length = {spec.max_length}: {spec.name} has positions for {tools.positions} tokens, so longer rows "
-        f"are cut to {tools.positions}",
-    )
+    found, stated = [], tools.tokenizer.model_max_length  # transformers' default is larger than any model's length
+    # The default is the same for all models, also for CLIP, which has 77 positions.
+    if tools.positions and spec.max_length > tools.positions and spec.max_length != type(spec).max_length:
+        found.append(
+            f"model.max_length = {spec.max_length}: {spec.name} has positions for {tools.positions} tokens, so longer "
+            f"rows are cut to {tools.positions}"
+        )
+    if tools.max_length > stated:
+        found.append(
+            f"model.max_length = {spec.max_length}: the tokenizer of {spec.name} states {stated} tokens "
+            f"(model_max_length); rows keep {tools.max_length}, more than the model may have learned"
+        )
+    return tuple(found)
 
 
 def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedfm.core import tasks
 from fedfm.core.rows import Rows
-from fedfm.errors import InputError
+from fedfm.errors import InputError, first_line, is_panic
 from fedfm.models.images import Pictures, Preprocess
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
@@ -213,15 +213,25 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
 
 
 def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
-    """The tokens of :func:`texts`, and the tokenizer's other values for each token, by the model's argument names."""
+    """The tokens of :func:`texts`, and the tokenizer's other values for each token, by the model's argument names.
+
+    Raises:
+        InputError: the tokenizer gives up on a text, e.g. since its regular expression needs too many steps for it.
+    """
     from fedfm.core.tokens import Tokens
 
     empty = [tokenizer.pad_token_id or 0]  # no model accepts a row of length 0
     names = token_argument_names(tokenizer)
 
     def chunk(start: int) -> tuple[list[list[int]], ...]:
-        with quiet():
-            found = tokenizer(list(strings[start : start + CHUNK]), truncation=True, max_length=max_length)
+        try:
+            with quiet():
+                found = tokenizer(list(strings[start : start + CHUNK]), truncation=True, max_length=max_length)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            why = f"model.name: the tokenizer gives up on a text of the rows: {first_line(error)}"
+            raise InputError(why, key="model.name") from None
         return [i or empty for i in found["input_ids"]], *([i or [0] for i in found[name]] for name in names)
 
     if not names:

@@ -68,6 +68,8 @@ def is_widened(config: Any) -> bool:
 def check(stored: StoredWeights, name: str) -> None:
     """Refuse a folder with weights in 8 or 4 bits that lack their scales: transformers would use them unscaled.
 
+    It would do so also where ``config.json`` has no ``quantization_config`` and so does not say that scales are needed.
+
     Raises:
         InputError: there are such weights; the error names the first.
     """
@@ -77,7 +79,8 @@ def check(stored: StoredWeights, name: str) -> None:
     lacking = [n for n in bare if not any(s.startswith((f"{n}_", f"{n.rpartition('.')[0]}.")) for s in scales)]
     if lacking:
         raise InputError(
-            f"model.name: {name} has {tensors(len(lacking))} of 8 or 4 bits without scales: {some(lacking)}",
+            f"model.name: {name} has {tensors(len(lacking))} of 8 or 4 bits without scales: {some(lacking)}; expected "
+            "their scales, or weights that are saved as bfloat16",
             key="model.name",
         )
 

@@ -40,6 +40,7 @@ def hollow(
         module = _skeleton(auto, path, spec, plain)
     _read_generation_settings(module, path)
     checkpoint = stored_files.checkpoint_of(path, spec.name)
+    stored_formats.check(checkpoint, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
         stored_bits.check(checkpoint, stored, weights.by_file, path)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import families, quantised_maps
+from fedfm.models import families
 from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, labels_pixels, within
 from fedfm.models.refusals import first_of, refusal
@@ -79,13 +79,10 @@ def load(
             "or make weights with `fedfm pretrain` and name their folder",
             key="model.name",
         )
-    widened = False
-    if quantised_maps.settings(config) is not None:
-        from fedfm.models import stored_files, stored_formats
+    from fedfm.models import stored_files, stored_formats
 
-        widened = stored_formats.is_widened(config)
-        if widened:
-            stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
+    widened = stored_formats.is_widened(config)
+    stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
     try:
         # transformers initialises missing weights at random; this must not depend on the global generator or change it.
         with torch.random.fork_rng(devices=[]):

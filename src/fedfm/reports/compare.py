@@ -45,7 +45,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
     ]
     where = html_table(["run", "directory", "state", "seed"], rows, "Directories of the runs", words=(1, 2))
     parts = [("compare", "Side by side", section(runs)), ("runs", "The runs", where)]
-    return save(page(_TITLE, head, parts, "Written by fedfm from the runs' own files."), Path(out))
+    return save(page(_TITLE, head, parts, "Written by fedfm from the runs' own files."), Path(out), chosen=True)
 
 
 def section(runs: Sequence[RunFiles]) -> str:

@@ -41,8 +41,11 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
     )
 
 
-def save(text: str, path: Path) -> Path:
+def save(text: str, path: Path, *, chosen: bool = False) -> Path:
     """Write the file atomically.
+
+    Args:
+        chosen: whether the user can name another file by ``--out``; otherwise the page belongs into a run's folder.
 
     Raises:
         InputError: the path is a folder or cannot be written.
@@ -63,7 +66,9 @@ def save(text: str, path: Path) -> Path:
             part.unlink()
         if storage.full(error):
             raise RunError(f"{path}: cannot be written: the disk is full; free some space there") from error
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
+        folder = path.parent
+        other = "give a file elsewhere by --out" if chosen else f"copy {folder} to a folder of yours, and name the copy"
+        raise InputError(f"{path}: cannot be written ({error.strerror}); make {folder} writable, or {other}") from error
     return path
 
 

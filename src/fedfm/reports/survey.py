@@ -50,6 +50,8 @@ def summary(found: Mapping[str, Any]) -> str:
             text += f", epsilon = {number(found['epsilon'])}, delta = {number(found.get('delta'))} for a record"
     else:
         text += f"; counts below {found.get('hidden_below')} are hidden"
+    if found.get("silos") == 2 and not noise and not found.get("by_silo"):
+        text += "; drift of groups is left out, since with the totals it would determine the counts of both silos"
     readable = mapping(found.get("readable"))
     return f"{text}." + (f" The server read {readable.get('server')}." if readable else "")
 

@@ -80,8 +80,9 @@ class Newest:
         Call this before the round's commit, so that a resumed run has the scores, too.
 
         Returns:
-            The clients that could not score the model that they received.
+            The clients that could not score the model that they received, or sent scores that no rows can have.
         """
+        impossible = set[ClientId]()
         known = {**self._start, **self._fed.memory.get(_NEWEST, {})}
         for client, metrics in self._fed.client_metrics.items():
             values: dict[str, Any] = {}
@@ -89,11 +90,13 @@ class Newest:
                 part, _, key = name.removeprefix(SENT).partition("/")
                 if name.startswith(SENT) and part in PARTS and key:
                     values.setdefault(part, {})[key] = value
-            values = {part: found for part, found in values.items() if self._possible(found)}
-            if values:
+            possible = {part: found for part, found in values.items() if self._possible(found)}
+            if len(possible) < len(values):
+                impossible.add(client)
+            if values := possible:
                 known[client] = {"round": self._fed.began[client] - 1, **values}
         self._fed.memory[_NEWEST] = known
-        return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
+        return sorted(impossible | {c for c, metrics in self._fed.client_metrics.items() if metrics.get(FAILED)})
 
     def _possible(self, found: Mapping[str, Any]) -> bool:
         """Whether the scores contain ``n``, as those of every honest client do, and some rows can have such scores."""

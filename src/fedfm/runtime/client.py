@@ -156,7 +156,7 @@ class Silos:
         together = len(calls) > 1 and scheduler.trains_in_batches(self.population.client_model)
         results = scheduler.run_chunk(calls, together=together)
         return [
-            self._fault(request.client, r) if isinstance(r, BaseException) else r
+            self.fault(request.client, r) if isinstance(r, BaseException) else r
             for request, r in zip(requests, results, strict=True)
         ]
 
@@ -198,7 +198,7 @@ class Silos:
         if (why := self._why_refused(kind, name)) is not None:
             raise ClientFault(E_REFUSED, why)
 
-    def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
+    def fault(self, client: ClientId, error: BaseException) -> ClientFault:
         """Return the fault that the server receives; the client's error log has all further details."""
         if isinstance(error, ClientFault):
             if self._reveal or error.code in OF_NO_ROW:

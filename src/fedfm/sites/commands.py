@@ -155,6 +155,7 @@ a silo's file, in the folder of its rows:
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what requests may expose: mean, reply, scores, reveal, or []
   allow_methods = ["fedavg"]                           the only methods that experiments may name [all]
+  allow_tasks = ["classification"]                     the only tasks that experiments may train [all]
   require = { aggregator = "secagg", smallest_cohort = 5 }   properties that every experiment must have
   budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   limits on the silo's answers, over all its runs
   identity = "silo.key"                                key that signs under secagg; fedfm silo check creates it

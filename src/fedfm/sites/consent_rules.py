@@ -21,11 +21,13 @@ from fedfm.sites.silo_config import Silo
 _MOST = 0.5  # largest share of rows that an experiment may hold out for tests, and likewise for validation
 
 
-def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
+def check(silo: Silo, experiment: Experiment, rows: int | None = None, task: str = "") -> None:
     """Refuse an experiment that exposes more than the silo allows, or guarantees less than the silo requires.
 
     Args:
         rows: number of training rows of the silo; None if the rows are not read yet.
+        task: name of the task that the rows imply if the experiment names none; "" if the rows are not read yet, or
+            there is no model of fedfm.
 
     Raises:
         InputError: the experiment does not meet a term; the message lists all such terms with their keys.
@@ -53,6 +55,9 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
             text = f'method.name = "{name}": allow_methods is {quote_names(listed)}'
             within = "" if name == names[0] else f", and {names[0]} contains this method"
             faults.say(text + within, key="method.name")
+    task, tasks = experiment.model.task or task, silo.allow_tasks
+    if task and tasks is not None and task not in tasks:
+        faults.say(f'model.task = "{task}": allow_tasks is {quote_names(tasks) or "empty"}', key="model.task")
     if experiment.run.local_scores and "scores" not in words:
         text = 'run.local_scores: it discloses the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")

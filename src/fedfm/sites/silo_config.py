@@ -12,6 +12,7 @@
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; default: all
+    allow_tasks = ["classification"]        # the only tasks that experiments may train; default: all
     ledger = "silo.ledger.jsonl"            # the file that lists all messages that left; this is the default
     predict = "new.npz"                     # rows without labels, for runs that predict
     identity = "silo.key"                   # file of the key that signs for the silo, see fedfm.sites.identity
@@ -107,6 +108,9 @@ class Silo(OpenSettings):
     )
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
     allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
+    allow_tasks: tuple[str, ...] | None = setting(
+        None, "the only tasks that experiments may train, named or implied by the rows [all]", choices=tasks.names()
+    )
     require: Requirements = setting(Requirements, "properties that every experiment must have")
     budget: Budget = setting(Budget, "limits on the answers that the silo gives in its lifetime, over all runs")
     predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
@@ -264,6 +268,7 @@ def report(path: Path) -> dict[str, Any]:
         "allow": list(silo.allow),
         "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},
         "allow_methods": None if silo.allow_methods is None else list(silo.allow_methods),
+        "allow_tasks": None if silo.allow_tasks is None else list(silo.allow_tasks),
         "require": {key: value for key, value in asdict(silo.require).items() if value},
         "budget": {key: value for key, value in asdict(silo.budget).items() if value is not None},
         "ledger": silo.ledger,
@@ -288,6 +293,7 @@ def render(found: Mapping[str, Any]) -> str:
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
         f"runs {', '.join(runs) or 'nothing'}",
+        *([] if found["allow_tasks"] is None else [f"trains {', '.join(found['allow_tasks']) or 'nothing'}"]),
         *([f"computes a model with {found['processes']} processes"] if found["processes"] > 1 else []),
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"discloses at most {key} = {value} in all runs" for key, value in found["budget"].items() if key != "delta"),

@@ -110,7 +110,9 @@ class SiloSession:
         consent_rules.check(self._silo, experiment)
         found = populate(self._silo.rows, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
-        consent_rules.check(self._silo, experiment, self._rows)
+        own = experiment.own_code or found.federated.table.kind == "own"  # the silo's own code says what is trained
+        task = "" if own or found.client_model is None else found.client_model.task.name
+        consent_rules.check(self._silo, experiment, self._rows, task)
         self._record = sent_sums.record_of(experiment, found)
         for notice in of_silo(experiment.method, found):
             self.log.note(f"run {self._folder.parent.name}: {notice}")

@@ -29,6 +29,8 @@ from fedfm.tasks import _tags
 
 Words = tuple[str, ...]
 
+# The types of chunks in CoNLL-2000 and CoNLL-2003.
+_CHUNKS = frozenset(("NP", "VP", "PP", "ADVP", "SBAR", "ADJP", "PRT", "CONJP", "INTJ", "LST", "UCP"))
 _DOCUMENT = "-DOCSTART-"  # marks the beginning of a document in CoNLL-2003
 _BLANK = re.compile(" +")
 _NAMED = 3  # number of tags that a notice names
@@ -180,7 +182,9 @@ def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -
 def sheet_of(text: str, source: str) -> Sheet:
     """The sentences of a CoNLL file: one word per line, its tag in the last column, a blank line after a sentence.
 
-    A file of one column has words without tags. Lines that mark documents are skipped, and so are comments. A comment
+    A file of one column has words without tags. A first column that counts the words of a sentence is skipped, and so
+    are lines that mark documents, and comments. A notice says only what is a guess: which of several columns has the
+    tags, and which lines are comments although they have as many columns as words. A comment
     stands before a sentence and begins with #. In addition, a comment has another number of columns than the lines of
     words, or its last column is not a tag of a word.
 
@@ -198,10 +202,12 @@ def sheet_of(text: str, source: str) -> Sheet:
     for i, cells in enumerate(lines):
         if not cells:
             begun = False
-        elif cells[0] == _DOCUMENT or (
+        elif cells[0] == _DOCUMENT:
+            continue
+        elif (
             not begun and cells[0].startswith("#") and not (len(cells) == width and (width == 1 or cells[-1] in known))
         ):
-            marks += 1
+            marks += len(cells) == width
         elif len(cells) != width or "" in (cells[0], cells[-1]):
             raise InputError(
                 f"{source}, line {i + 1}: {sum(map(bool, cells))} filled columns where line {first + 1} has {width}: a "
@@ -213,12 +219,13 @@ def sheet_of(text: str, source: str) -> Sheet:
                 sentences.append([])
             begun = True
             sentences[-1].append(cells)
-    notices = [f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}"] if marks else []
-    word = int(width > 1 and _count_words(sentences))
-    if word:
-        notices.append(f"{source}: the first column counts the words of a sentence: words are read from the second")
+    notices = []
+    if marks:
+        why = f"they begin with # and have {width} columns, as words have"
+        notices.append(f"{source}: lines that are taken for comments and not read: {marks} ({why})")
+    word = int(width > 1 and _count_words(sentences))  # then the words are in the second column
     columns = {"tokens": [[cells[word] for cells in of] for of in sentences]}
-    if width > 2 + word:
+    if width > 2 + word and not _is_plain(sentences, word):
         row = " ".join(sentences[0][0])
         notices.append(
             f"{source}: of {width} columns, words are read from column {word + 1} and tags from the last; "
@@ -233,6 +240,20 @@ def sheet_of(text: str, source: str) -> Sheet:
                 f"{words}: does the file have its tags first?"
             )
     return Sheet(columns, lambda row: f"{source}, line {starts[row]}", tuple(notices))
+
+
+def _is_plain(sentences: Sequence[Sequence[Sequence[str]]], word: int) -> bool:
+    """Whether the last column has tags of entities, and no column between it and the words could be meant instead.
+
+    Parts of speech could not, and neither could chunks, which CoNLL-2003 has between them and the entities.
+    """
+
+    def types(column: int) -> set[str] | None:
+        found = {cells[column] for of in sentences for cells in of} - {_tags.OUTSIDE}
+        return set(map(_tags.type_of, found)) if found and all(map(_tags.PREFIX.fullmatch, found)) else None
+
+    between = [types(column) for column in range(word + 1, len(sentences[0][0]) - 1)]
+    return types(-1) is not None and all(found is None or found <= _CHUNKS for found in between)
 
 
 def _count_words(sentences: Sequence[Sequence[Sequence[str]]]) -> bool:

@@ -7,6 +7,7 @@ jobs are trained together, and each handler continues with its own result.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from typing import Any
 import greenlet
 
 from fedfm.core.client import Client, Terms
+from fedfm.errors import first_line
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training import cached_head, packed
@@ -156,8 +158,13 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool) -> list[Any]:
                 trained: list[Any] = _trainer_of(jobs[0])(jobs)
             except KeyboardInterrupt:
                 raise
-            except BaseException:
+            except BaseException as failure:
                 trained = [_alone(partial(_train_alone, job)) for job in jobs]
+                if not any(isinstance(out, BaseException) for out in trained):
+                    # None of the clients is at fault, e.g. the memory is too small for all at once.
+                    text = f"{type(failure).__name__}: {first_line(failure)}"
+                    alone = f"{len(jobs)} clients could not train together, so each trains alone, which takes longer"
+                    warnings.warn(f"{alone} ({text})", RuntimeWarning, stacklevel=2)
             for (i, run, _), out in zip(items, trained, strict=True):
                 if isinstance(out, BaseException):
                     advance(i, run, error=out)

@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 
+from fedfm.errors import first_line
+
 _PATIENCE = 120.0  # seconds after which a message fails if no actor runs
 _FAILURES = 20  # number of actors that fail while they start, after which no new ones are made
 
@@ -26,6 +28,7 @@ class ActorPool:
         capacity: largest number of actors.
         lost: called with the name of a client whose actor was lost, and the id of the actor's node.
         closed: set when the run ends; then no message waits for an actor any more.
+        notice: called with a line on actors that did not start: on the first one, and when no new ones are made.
     """
 
     def __init__(
@@ -37,10 +40,11 @@ class ActorPool:
         capacity: int,
         lost: Callable[[str, str], None],
         closed: threading.Event,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._make: Callable[[], Any] = lambda: actor_type.options(**client_resources).remote(**actor_kwargs)
         self.actors_capacity, self.num_actors = capacity, 0
-        self._lost, self._closed, self._lock = lost, closed, threading.Lock()
+        self._lost, self._closed, self._lock, self._notice = lost, closed, threading.Lock(), notice
         self._ready: list[Any] = []
         self._starting: dict[Any, Any] = {}  # an actor that starts, by the result of its first call
         self._busy: dict[Any, tuple[Any, str]] = {}  # actor and client, by the result of the call
@@ -99,8 +103,12 @@ class ActorPool:
             try:
                 self._nodes[actor] = ray.get(first)
                 self._ready.append(actor)
-            except ray.exceptions.RayError:
+            except ray.exceptions.RayError as error:
                 self._failures += 1
+                if self._failures == 1:
+                    self._notice(f"a client's process on the Ray cluster did not start: {first_line(error)}")
+                if self._failures == _FAILURES:
+                    self._notice(f"{_FAILURES} clients' processes did not start on the Ray cluster: no more are tried")
                 if self._failures < _FAILURES:
                     self._start()
 

@@ -211,7 +211,7 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
     Raises:
         ClientFault: E_DIED, two workers ended during the message, or none started.
     """
-    for _ in range(2):
+    for last in (False, True):
         with contextlib.closing(_connect(folder)) as link, contextlib.suppress(OSError):
             send(link, json.dumps(client), handler, head, data)
             if (answer := receive(link)) is not None:
@@ -220,6 +220,8 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
         # Wait until the old worker has ended, since its socket may accept connections until then.
         while running(folder) and time.monotonic() < deadline:
             time.sleep(0.01)
+        if not last:
+            complain(f"{folder}: the worker ended before it answered {handler}; a new worker gets the message again")
     what, how = "the client's worker ended during the message, and so did a second one", _ending(folder)
     if _is_silo(folder):  # how the worker ended may depend on rows
         complain(f"{folder}: {what}: {how}")

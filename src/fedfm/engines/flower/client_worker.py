@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fedfm.engines.child_processes import die_with, watch_parent
+from fedfm.engines.child_processes import die_with, run_and_exit, watch_parent
 from fedfm.engines.flower import client_stub
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
@@ -55,21 +56,22 @@ def main() -> None:
     parent = os.getpid()
     for post in posts:
         if os.fork() == 0:
-            try:
-                die_with(parent)
-                watch_parent()
-                for other in posts:
-                    if other is not post:
-                        other.leave()
-                post.serve(shared)
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
+            run_and_exit(partial(_serve_post, post, posts, parent, shared))
     for post in posts:
         post.leave()
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
+
+
+def _serve_post(post: _Post, posts: list[_Post], parent: int, shared: client_host.ClientHost) -> None:
+    """Answer the messages of one client in this fork."""
+    die_with(parent)
+    watch_parent()
+    for other in posts:
+        if other is not post:
+            other.leave()
+    post.serve(shared)
 
 
 def _places(folder: Path, count: int) -> list[str | None]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fedfm.engines.child_processes import run_and_exit
 from fedfm.engines.flower import bundle
 from fedfm.engines.flower.quiet_time import QuietTime
 
@@ -108,8 +109,7 @@ def _clientapp(spec: Any) -> NoReturn:
     from flwr.supercore.exit import exit_handler
     from flwr.supercore.tls import validate_and_resolve_root_certificates
 
-    status = 1
-    try:
+    def body() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         exit_handler.registered_exit_handlers.clear()  # they belong to the parent process
         _own_app_only().run_clientapp(
@@ -120,12 +120,8 @@ def _clientapp(spec: Any) -> NoReturn:
             parent_pid=spec.parent_pid,
             runtime_dependency_install=False,
         )
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    run_and_exit(body)
 
 
 def _own_app_only() -> Any:

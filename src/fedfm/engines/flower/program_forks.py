@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from fedfm.engines.child_processes import Children, die_with
+from fedfm.engines.child_processes import Children, die_with, run_and_exit
 from fedfm.errors import RunError
 
 NAME = "flower"  # name of the process that forks
@@ -138,8 +138,8 @@ def serve(programs: Mapping[str, Callable[[], None]]) -> NoReturn:
 
 def _become(parent: int, request: Mapping[str, Any], programs: Mapping[str, Callable[[], None]]) -> NoReturn:
     """Run the program of a request in this fork, then end the fork."""
-    status = 1
-    try:
+
+    def body() -> None:
         os.setsid()
         die_with(parent)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -150,12 +150,5 @@ def _become(parent: int, request: Mapping[str, Any], programs: Mapping[str, Call
         name, *arguments = request["program"]
         sys.argv = [name, *arguments]
         programs[name]()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    run_and_exit(body)

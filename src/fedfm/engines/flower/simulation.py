@@ -144,7 +144,9 @@ def _join_cluster(run: Run, ended: threading.Event, notice: Callable[[str], None
 
         for text in cluster.notices:
             tell(text)
-        pool = partial(actor_pool.ActorPool, capacity=cluster.slots, lost=cluster.lost_notifier(tell), closed=ended)
+        pool = partial(
+            actor_pool.ActorPool, capacity=cluster.slots, lost=cluster.lost_notifier(tell), closed=ended, notice=tell
+        )
         text = ray_cluster.for_actors(run.experiment)
         yield _Place(cluster.slots, cluster.gpus, text, lambda: None, pool, cluster.silent)
 

@@ -38,6 +38,7 @@ from fedfm.runtime.population import populate, record_error
 from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
+from fedfm.training import scheduler
 
 if TYPE_CHECKING:
     from fedfm.config.run_spec import RunSpec
@@ -63,7 +64,9 @@ class Judges(Silos):
             raise RunError("the clients of this method have no model that predicts")
         w, piece = requests[0].payload["w"], self.population.piece  # type: ignore[attr-defined]
         # As the server computes them: a client optimiser may have parameters that the model alone does not take.
-        return [logits(self.method, model, w, piece(request.client)) for request in requests]
+        calls = [lambda of=r.client: logits(self.method, model, w, piece(of)) for r in requests]
+        found = zip(requests, scheduler.run_chunk(calls, together=False), strict=True)
+        return [self.fault(r.client, value) if isinstance(value, BaseException) else value for r, value in found]
 
 
 class LocalLink:
@@ -75,6 +78,7 @@ class LocalLink:
         wire: whether to serialise and decode every message as Flower would.
         stop: called between clients; True raises :class:`Interrupted`.
         spawn: given a worker's number, starts this worker as a separate program; if None, workers are forked.
+        notice: called with a line on what the worker processes could not do; the run goes on without it, but slower.
     """
 
     def __init__(
@@ -87,13 +91,15 @@ class LocalLink:
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[], None] = lambda: None,
         spawn: Callable[[int], Spawned] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._notice, self._unjudged = notice, False
         self._silos, self._wire, self._stop, self._progress = silos, wire, stop, progress
         self._pool: Pool | None = None
         if workers > 1:
             from fedfm.engines.local.worker_pool import Pool
 
-            self._pool = Pool(silos, workers, timeout, spawn)
+            self._pool = Pool(silos, workers, timeout, spawn, notice)
         self._timeout, self._judged = timeout, 0
         # Reference to the parameters of the last evaluation, and its scores by client.
         self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = ((lambda: None), {})
@@ -167,6 +173,13 @@ class LocalLink:
         replies = list(self._pool.exchange(requests, self._stop, again=True))
         if self._stop():
             raise Interrupted
+        faults = [f"{reply.client}: {reply.fault}" for reply in replies if reply.fault is not None]
+        if faults and not self._unjudged:
+            self._unjudged = True
+            self._notice(
+                f"worker processes could not compute {len(faults)} of {len(replies)} parts of the global test rows, "
+                f"so this process computes them, which takes longer ({faults[0]})"
+            )
         return {reply.client: reply.value for reply in replies if reply.fault is None}
 
     def _answer(self, chunk: Sequence[Request]) -> Sequence[object]:
@@ -306,6 +319,11 @@ def start(
             from fedfm.runtime.client_timeout import patience
 
             seconds = patience(experiment.method, population, spec, progress.notice)
+
+        def tell(text: str) -> None:
+            run.manifest["notices"].append(text)
+            progress.notice(text)
+
         link = LocalLink(
             silos,
             workers=workers,
@@ -314,6 +332,7 @@ def start(
             stop=stop,
             progress=progress.client,
             spawn=None if start is None else lambda slot: start(places[slot]),
+            notice=tell,
         )
         try:
             scores = judge(population, experiment.method, link.judge, link.last_scores)

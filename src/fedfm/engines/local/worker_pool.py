@@ -16,13 +16,12 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
@@ -30,7 +29,8 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
 from fedfm.core.wire.envelope import envelope_size
-from fedfm.engines.child_processes import cause, die_with
+from fedfm.engines.child_processes import cause
+from fedfm.engines.local.forked import fork
 from fedfm.engines.local.spawned import MOST, Spawned
 from fedfm.engines.shared_memory import Outbox, Payloads, data_at, laid_out, map_file, message
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
@@ -78,20 +78,26 @@ class _Exchange:
     suspects: set[ClientId] = field(default_factory=set)  # clients that ran alone in a worker when it died
 
 
-_ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process
-
-
 class Pool:
     """A pool of ``count`` workers. Each client belongs to the worker that has its rows cached; idle workers help.
 
     Args:
         spawn: starts a slot's worker as a program; if None, workers are forked.
+        notice: called with a line on a worker that ended and was replaced, once for each way to end.
     """
 
-    def __init__(self, silos: Silos, count: int, timeout: float, spawn: Callable[[int], Spawned] | None = None) -> None:
+    def __init__(
+        self,
+        silos: Silos,
+        count: int,
+        timeout: float,
+        spawn: Callable[[int], Spawned] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
         if spawn is None and not hasattr(os, "fork"):
             raise RunError('this system cannot fork: set run.workers = 1 for engine = "local"')
         self._silos, self._count, self._timeout, self._spawn = silos, count, timeout, spawn
+        self._notice, self._noticed = notice, set[str]()
         self._workers: list[_Worker] = []
         self._home: dict[ClientId, int] = {}  # slot of each client's worker
         self._last: dict[ClientId, int] = {}  # slot of the worker that last answered for each client
@@ -130,7 +136,7 @@ class Pool:
                         slot = key.data
                         worker = self._workers[slot]
                         if not worker.chunks:  # an idle worker sends nothing, so this one has ended
-                            self._replace(slot, selector)
+                            self._say(self._replace(slot, selector), "between two requests")
                             continue
                         answer = _receive(worker)
                         if answer is None:
@@ -189,7 +195,8 @@ class Pool:
             if not self._deliver(slot, chunk, now):
                 if self._workers[slot].chunks:
                     return  # the caller notices at the worker's socket that the worker has ended
-                self._replace(slot, selector)  # the worker ended while idle, so no client caused it
+                # The worker ended while idle, so no client caused it.
+                self._say(self._replace(slot, selector), "between two requests")
 
     def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
         """Send the chunk. Returns False if the worker has ended. Requests that could not be sent wait again."""
@@ -253,17 +260,27 @@ class Pool:
         now.waiting[:0] = rest  # the worker had not begun these
         if len(chunk) > 1:
             now.waiting.extend([request] for request in chunk)
+            late = "" if timeout is None else f", which took more than {timeout * len(chunk):g} s"
+            self._say(status, f"with the requests of {len(chunk)} clients{late}: each is sent again alone")
             return
         (request,) = chunk
         if timeout is None and request.client not in now.suspects:
             now.suspects.add(request.client)
             now.waiting.append(chunk)
+            self._say(status, f"with a request of {request.client}, which is sent again")
             return
         if timeout is not None:
             fault = ClientFault(E_TIMEOUT, f"no reply within {timeout:g} s; its process was ended")
         else:
             fault = ClientFault(E_DIED, f"its process died, and so did a second one: {cause(status)}")
         yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
+
+    def _say(self, status: int, what: str) -> None:
+        """Notify the user that a worker ended and was replaced: the run goes on, but takes longer."""
+        how = cause(status)
+        if how not in self._noticed:
+            self._noticed.add(how)
+            self._notice(f"a worker process ended, {how}, {what}; a new process takes its place")
 
     def _start(self, slots: Sequence[int]) -> list[_Worker]:
         """Start workers in these slots and wait until they are ready, so that loading does not count as a client's
@@ -273,7 +290,7 @@ class Pool:
             RunError: a worker could not load rows or model.
         """
         if self._spawn is None:
-            return [self._fork() for _ in slots]
+            return [_Worker(*fork(partial(work, self._silos))) for _ in slots]
         workers = [_Worker(*self._spawn(slot)) for slot in slots]
         for worker in workers:  # all of them load at the same time
             text = worker.socket.recv(MOST)
@@ -283,32 +300,6 @@ class Pool:
                     os.waitpid(other.pid, 0)
                 raise RunError(f"a worker on a GPU did not start: {json.loads(text) if text else 'it was ended'}")
         return workers
-
-    def _fork(self) -> _Worker:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid:
-            theirs.close()
-            _ours.add(ours)
-            return _Worker(pid, ours)
-        status = 1
-        try:
-            ours.close()
-            # Close these copies of the server's ends: otherwise other workers would not notice the end of the server.
-            for inherited in list(_ours):
-                inherited.close()
-            die_with(parent)  # otherwise an orphan could write client memories during a resumed run
-            buffers.keep_freed()
-            for number in (signal.SIGINT, signal.SIGHUP):  # the server decides
-                signal.signal(number, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            work(self._silos, theirs)
-            status = 0
-        finally:
-            os._exit(status)
 
     def close(self) -> None:
         """Close the sockets of all workers; then idle workers end."""
@@ -352,6 +343,14 @@ def _replies(
         yield Reply(request.client, value, request.round, request.call, payloads.nbytes(request), up, fault)
 
 
+def _answers(silos: Silos, requests: Sequence[Request]) -> Iterator[Any]:
+    """The clients' answers; a payload that is a fault is the answer itself."""
+    good = [request for request in requests if not isinstance(request.payload, ClientFault)]
+    found = iter(silos.answer(good) if good else ())
+    for request in requests:
+        yield request.payload if isinstance(request.payload, ClientFault) else next(found)
+
+
 def work(silos: Silos, link: socket.socket) -> None:
     """Main loop of a worker: receive requests and answer them until the socket closes."""
     payloads: dict[int, Any] = {}
@@ -369,7 +368,10 @@ def work(silos: Silos, link: socket.socket) -> None:
             if fd >= 0:
                 block = map_file(fds[fd], shared=False)
                 size = len(block) - data_at(0, head)
-                payloads[number] = silos.conform(handler, message(block, 0, head, size, silos.room))
+                try:
+                    payloads[number] = silos.conform(handler, message(block, 0, head, size, silos.room))
+                except ClientFault as fault:
+                    payloads[number] = fault
             requests.append(Request(client, handler, payloads[number], round, call))
         for *_, number, _, _, once in tasks:
             if once:
@@ -378,7 +380,7 @@ def work(silos: Silos, link: socket.socket) -> None:
         lines: list[tuple[str, str, int, int]] = []
         pieces: payload.Pieces = []
         end = 0
-        for value in silos.answer(requests):
+        for value in _answers(silos, requests):
             try:
                 if isinstance(value, ClientFault):
                     raise value

@@ -147,6 +147,16 @@ def text_of(tokenizer: Any) -> str:
     return text
 
 
+def about_date(tokenizer: Any) -> str:
+    """A sentence for the README of an export whose chat template writes today's date; "" for other templates."""
+    if getattr(tokenizer, "chat_template", None) is None or not _NOW.search(template_of(tokenizer)):
+        return ""
+    return (
+        f"The chat template writes today's date. In training it wrote {_DAY:%d %B %Y} on every day, as `fedfm predict` "
+        "does, so prompts of another day differ from those of the training in their date."
+    )
+
+
 def template_of(tokenizer: Any) -> str:
     """The chat template. If the tokenizer has a separate one for tools, the result joins the two."""
     usual: str = tokenizer.get_chat_template()
