@@ -35,18 +35,18 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
-from fedfm.runtime import beforehand, predictions, run_manifest
+from fedfm.runtime import beforehand, predictions, result_match, run_manifest
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
 from fedfm.runtime.own_rows import OwnRows, columns_of, populate
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.result import SUMS, note_files
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
 
 NAME = "newcomer"
-_SUMS = "sums.safetensors"  # in a newcomer's folder: the sums of all clients up to this one
 
 
 @refuse("the newcomer cannot join with this model and these rows")
@@ -127,7 +127,8 @@ def join(
         with storage.writing(run.adapter(name)):
             folder = save_adapter(model, w, run.adapter(name))
             if summed is not None:
-                save_file(summed.state(), run.adapter(name) / _SUMS)
+                save_file(summed.state(), run.adapter(name) / SUMS)
+        note_files(run, folder)
         run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
         if JOINED not in run.manifest["do_not_share"]:
             run.manifest["do_not_share"].append(JOINED)
@@ -159,7 +160,8 @@ def _by_sums(
     method, model, seed = experiment.method, population.model, experiment.run.seed
     assert isinstance(method, KeepsSums)  # noqa: S101 - the caller has asked
     for earlier in run.manifest.get("newcomers", {}):
-        state = Params(load_file(run.adapter(earlier) / _SUMS))
+        result_match.refuse_other_model(run, run.adapter(earlier))
+        state = Params(load_file(run.adapter(earlier) / SUMS))
     silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
     own = method.own_sums(silos.client(Request(name, "", {}, method.rounds, 1)), seed)
     joined = method.state_of(model, sums_of(state) + own, seed)
