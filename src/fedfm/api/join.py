@@ -43,6 +43,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.result import SUMS, note_files
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
 
@@ -114,7 +115,7 @@ def join(
         if isinstance(method, KeepsSums):
             for text in joined_rows.notices(run, name, population, read):
                 (progress or Bar()).notice(text)
-        state, weights = run.state(method.state_type), dict[str, float]()
+        state, weights = final_state(run, method.state_type), dict[str, float]()
         summed: Params | None = None
         if isinstance(method, KeepsSums):
             w, start, alone, summed = _by_sums(run, experiment, population, memory, name, state)

@@ -24,6 +24,7 @@ from fedfm.linalg.params import Params, sha256_of
 from fedfm.reports import renewal
 from fedfm.runtime import logs
 from fedfm.runtime.result import write_models
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import refuse_used, settings_of_rounds
 
@@ -70,7 +71,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
     """
     began, experiment = time.perf_counter(), run.experiment
     method = own_sums.method_with_sums(run)
-    state = run.state(Params)
+    state = final_state(run, Params)
     _, sums = own_sums.read(run, state, file, name)
     given = {name: sums.sha256()}
     own_sums.check_others(run, given)

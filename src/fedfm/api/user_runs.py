@@ -23,6 +23,7 @@ from fedfm.models.user.function_calls import call
 from fedfm.models.user.outputs import Outputs
 from fedfm.models.user.user_inputs import Brought, read_inputs
 from fedfm.runtime import result_match
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.user_population import brought_by
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
     w: Params = (
         adapter_reading.load_adapter(model, folder)
         if client or last
-        else method.params_for(run.state(method.state_type), "")
+        else method.params_for(final_state(run, method.state_type), "")
     )
     model.load(w)
     return brings, model, w

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedfm.errors import InputError, Lost
 from fedfm.models.adapter_files import ABOUT
 from fedfm.models.adapter_reading import file_faults
-from fedfm.runtime.result_match import other_model
+from fedfm.runtime.result_match import final_state, other_model
 from fedfm.runtime.run_directory import Run
 
 _NAMED = 3  # largest number of files that an error names
@@ -33,7 +33,7 @@ def refuse_lost(run: Run) -> None:
 
 def _faults(run: Run) -> Iterator[str]:
     try:
-        run.state(run.experiment.method.state_type, mapped=True)
+        final_state(run, run.experiment.method.state_type, mapped=True)
     except InputError as error:
         yield str(error).partition(": put ")[0]
     newcomers = {run.adapter(client) for client in run.manifest.get("newcomers", {})}

@@ -39,6 +39,18 @@ class _Models(Mapping[ClientId, Params]):
         return len(self.clients)
 
 
+def final_state(run: Run, state_type: Any, *, mapped: bool = False) -> Any:
+    """Return the state of :meth:`~fedfm.runtime.run_directory.Run.state`, if it is that of a finished run's result.
+
+    Raises:
+        InputError: the checkpoint is damaged, missing or of another run, or the manifest was edited.
+    """
+    state = run.state(state_type, mapped=mapped)
+    if run.manifest["result"] is not None and (record := run.newest(mapped=True)[0]) is not None:
+        refuse_other(run, record, state)
+    return state
+
+
 def refuse_other(run: Run, record: Mapping[str, Any], state: Any) -> None:
     """Refuse a checkpoint of another run, or a manifest whose experiment was edited after the last round.
 

@@ -319,7 +319,7 @@ class Run:
             mapped: see :func:`fedfm.core.storage.load`.
 
         Raises:
-            InputError: the checkpoint is damaged or missing, or it is not that of the run's result or experiment.
+            InputError: the checkpoint is damaged or missing.
         """
         record, damaged = self.newest(mapped=mapped)
         result = self.manifest["result"]
@@ -329,12 +329,7 @@ class Run:
                 f"{path} {'is damaged' if path in damaged else 'is missing'}: put back a copy of its files, or run the "
                 "experiment again in another folder"
             )
-        state = conform(record["state"], state_type, "state")
-        if result is not None:
-            from fedfm.runtime import result_match
-
-            result_match.refuse_other(self, record, state)
-        return state
+        return conform(record["state"], state_type, "state")
 
     def state_of(self, t: int, state_type: Any) -> Any | None:
         """Return the server's state after round t; None if its checkpoint is missing or damaged."""
