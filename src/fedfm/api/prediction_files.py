@@ -54,7 +54,7 @@ def write(result: Mapping[str, Any], out: Path) -> str:
     if out.suffix == ".csv":
         rows = [_flat(row) for row in rows]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        lines = [names, *([row.get(name) for name in names] for row in rows)]
+        lines: list[list[Any]] = [names, *([row.get(name) for name in names] for row in rows)]
         marked = sum(map(_is_formula, chain.from_iterable(lines)))
         csv.writer(text).writerows([f"'{x}" if _is_formula(x) else x for x in line] for line in lines)
     elif out.suffix != ".npz":
