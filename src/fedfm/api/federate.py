@@ -26,6 +26,7 @@ from fedfm.models.user.user_module import Given, Loss, Objective
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.resume_changes import extend
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.user_population import START, of_inputs
@@ -164,7 +165,7 @@ def federate(
                 watcher = progress or Bar()
                 result = execute.drive(current, watcher, fresh=fresh, population=lambda: population)
             if not own_models:
-                w = experiment.method.params_for(current.state(experiment.method.state_type), "")
+                w = experiment.method.params_for(final_state(current, experiment.method.state_type), "")
                 if w.layout is not wrapped.layout:
                     raise InputError(f"{current.path} was trained with another model; give another out")
                 start = w

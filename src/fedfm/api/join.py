@@ -35,18 +35,19 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
-from fedfm.runtime import beforehand, predictions, run_manifest
+from fedfm.runtime import beforehand, predictions, result_match, run_manifest
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
 from fedfm.runtime.own_rows import OwnRows, columns_of, populate
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.result import SUMS, note_files
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
 
 NAME = "newcomer"
-_SUMS = "sums.safetensors"  # in a newcomer's folder: the sums of all clients up to this one
 
 
 @refuse("the newcomer cannot join with this model and these rows")
@@ -114,7 +115,7 @@ def join(
         if isinstance(method, KeepsSums):
             for text in joined_rows.notices(run, name, population, read):
                 (progress or Bar()).notice(text)
-        state, weights = run.state(method.state_type), dict[str, float]()
+        state, weights = final_state(run, method.state_type), dict[str, float]()
         summed: Params | None = None
         if isinstance(method, KeepsSums):
             w, start, alone, summed = _by_sums(run, experiment, population, memory, name, state)
@@ -127,7 +128,8 @@ def join(
         with storage.writing(run.adapter(name)):
             folder = save_adapter(model, w, run.adapter(name))
             if summed is not None:
-                save_file(summed.state(), run.adapter(name) / _SUMS)
+                save_file(summed.state(), run.adapter(name) / SUMS)
+        note_files(run, folder)
         run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
         if JOINED not in run.manifest["do_not_share"]:
             run.manifest["do_not_share"].append(JOINED)
@@ -159,7 +161,8 @@ def _by_sums(
     method, model, seed = experiment.method, population.model, experiment.run.seed
     assert isinstance(method, KeepsSums)  # noqa: S101 - the caller has asked
     for earlier in run.manifest.get("newcomers", {}):
-        state = Params(load_file(run.adapter(earlier) / _SUMS))
+        result_match.refuse_other_model(run, run.adapter(earlier))
+        state = Params(load_file(run.adapter(earlier) / SUMS))
     silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
     own = method.own_sums(silos.client(Request(name, "", {}, method.rounds, 1)), seed)
     joined = method.state_of(model, sums_of(state) + own, seed)

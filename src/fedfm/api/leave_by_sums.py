@@ -18,13 +18,15 @@ from typing import Any
 from fedfm.api import own_sums
 from fedfm.api.predict import load
 from fedfm.core import storage
+from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params, sha256_of
 from fedfm.reports import renewal
 from fedfm.runtime import logs
 from fedfm.runtime.result import write_models
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.run_folder import refuse_used
+from fedfm.runtime.run_folder import refuse_used, settings_of_rounds
 
 # entries of the manifest that the new run keeps
 KEPT = ("fingerprints", "model", "guarantee", "seen", "do_not_share", "ledger")
@@ -69,7 +71,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
     """
     began, experiment = time.perf_counter(), run.experiment
     method = own_sums.method_with_sums(run)
-    state = run.state(Params)
+    state = final_state(run, Params)
     _, sums = own_sums.read(run, state, file, name)
     given = {name: sums.sha256()}
     own_sums.check_others(run, given)
@@ -84,6 +86,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         seconds = time.perf_counter() - began
         entry["removed"] |= {"sums_sha256": given[name]}
         nothing = {"bytes_up": 0, "bytes_down": 0, "messages": 0, "seconds": seconds, "cohort": others}
+        nothing["experiment"] = to_json(settings_of_rounds(new.manifest["experiment"]))
         storage.save(new.checkpoint(1), {**record, **nothing, "state": now})
         if (start := storage.load(run.checkpoint(0))) is not None:
             storage.save(new.checkpoint(0), start)

@@ -20,10 +20,11 @@ from fedfm.core.text import complain
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.pair_names import GATE, is_pair, weighed_by
-from fedfm.runtime import predictions
+from fedfm.runtime import predictions, result_match
 from fedfm.runtime.disclosure import check_same, profile_of
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
@@ -69,9 +70,10 @@ def load(
     shape, spec = run.manifest["model"], replace(experiment.model, **run.manifest.get("chosen", {}))
     if client or last:
         folder = run.adapter(client or "", last=last)
+        result_match.refuse_other_model(run, folder)
         spec = at_rank(spec, rank_on_disk(folder))
     else:
-        w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
+        w: Params = experiment.method.params_for(final_state(run, experiment.method.state_type), "")
         spec = at_rank(spec, rank_of(w))  # w may contain an adapter of higher rank
     about: dict[str, Any] = {"classes": tuple(shape["classes"]), "kind": shape["kind"], "task": experiment.model.task}
     about |= {"seed": experiment.run.seed, "head_bias": experiment.method.needs.bias}

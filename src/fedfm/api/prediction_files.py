@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedfm.errors import InputError, RunError
 from fedfm.models.user import language
 
 _NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
+_BEGINS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # of a formula, also as full-width characters
 FORMATS = (".json", ".jsonl", ".csv", ".npz")
 
 
@@ -35,20 +36,27 @@ def check_out(out: Path) -> None:
         raise InputError(f"--out {out}: {out.parent} cannot be written; give another place")
 
 
-def write(result: Mapping[str, Any], out: Path) -> None:
+def write(result: Mapping[str, Any], out: Path) -> str:
     """Write a result. ``.json`` gets all of it, ``.jsonl`` and ``.csv`` get one line per row, and
     ``.npz`` gets one array per column.
+
+    In ``.csv`` a text that a spreadsheet would take for a formula gets an apostrophe before it: names of classes,
+    answers and ids are other people's.
+
+    Returns:
+        A sentence about such texts; empty without any.
 
     Raises:
         InputError: another process has written the file since, or a column is not an array.
         RunError: the file cannot be written.
     """
-    rows, text = _lines(result), io.StringIO(newline="")
+    rows, text, marked = _lines(result), io.StringIO(newline=""), 0
     if out.suffix == ".csv":
         rows = [_flat(row) for row in rows]
-        table = csv.DictWriter(text, list(rows[0]) if rows else [])
-        table.writeheader()
-        table.writerows(rows)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        lines: list[list[Any]] = [names, *([row.get(name) for name in names] for row in rows)]
+        marked = sum(map(_is_formula, chain.from_iterable(lines)))
+        csv.writer(text).writerows([f"'{x}" if _is_formula(x) else x for x in line] for line in lines)
     elif out.suffix != ".npz":
         things = [result] if out.suffix == ".json" else rows
         text.writelines(f"{to_json(thing)}\n" for thing in things)
@@ -64,6 +72,20 @@ def write(result: Mapping[str, Any], out: Path) -> None:
         raise InputError(f"--out {out} exists; give another") from None
     except OSError as error:
         raise RunError(f"--out {out}: cannot be written: {storage.why(error)}") from None
+    if not marked:
+        return ""
+    return f"{out}: {marked} texts that a spreadsheet would compute begin with an apostrophe; .jsonl has them unchanged"
+
+
+def _is_formula(cell: Any) -> bool:
+    """Whether a spreadsheet would take a text for a formula; a number is none."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith(_BEGINS):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return True
+    return False
 
 
 def _write_new(path: Path, data: bytes) -> None:

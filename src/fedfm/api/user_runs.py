@@ -22,6 +22,8 @@ from fedfm.models.user import language
 from fedfm.models.user.function_calls import call
 from fedfm.models.user.outputs import Outputs
 from fedfm.models.user.user_inputs import UserInputs, read_inputs
+from fedfm.runtime import result_match
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.user_population import load_inputs
 
 if TYPE_CHECKING:
@@ -59,11 +61,13 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
             f"{run.path}: the given module is not the run's: its frozen weights, or the names or shapes of its "
             "trained tensors, differ"
         )
-    method = run.experiment.method
+    method, folder = run.experiment.method, run.adapter(client or "", last=last)
+    if client or last:
+        result_match.refuse_other_model(run, folder)
     w: Params = (
-        adapter_reading.load_adapter(model, run.adapter(client or "", last=last))
+        adapter_reading.load_adapter(model, folder)
         if client or last
-        else method.params_for(run.state(method.state_type), "")
+        else method.params_for(final_state(run, method.state_type), "")
     )
     model.load(w)
     return user_inputs, model, w

@@ -25,6 +25,7 @@ from fedfm.models.model import Model
 from fedfm.runtime.own_rows import OwnRows, columns_of
 from fedfm.runtime.own_rows import populate as read_rows
 from fedfm.runtime.population import populate
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 
 
@@ -51,7 +52,7 @@ def value(
         InputError: a file is not of this run, the sums of a client without a file would be disclosed, or there are no
             rows by which a model could be valued.
     """
-    method, state, seed = own_sums.method_with_sums(run), run.state(Params), run.experiment.run.seed
+    method, state, seed = own_sums.method_with_sums(run), final_state(run, Params), run.experiment.run.seed
     start = run.state_of(0, Params)
     if start is None:
         raise InputError(f"{run.checkpoint(0)} is missing or damaged; it has the model of no client")

@@ -31,6 +31,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Can a reader of the final model still tell which rows the client that left was trained on?"
@@ -78,7 +79,7 @@ def made_again(replay: Replay, clients: Sequence[ClientId], notice: Callable[[st
     """
     run, population = replay.run, replay.fresh()
     method, result = run.experiment.method, run.manifest["result"]
-    stored = {"": method.params_for(run.state(method.state_type), "")}
+    stored = {"": method.params_for(final_state(run, method.state_type), "")}
     of, start, made, asked = result["details"].get("model_of_round", result["rounds"]), stored, stored, set[ClientId]()
     gone = " and ".join(clients)
     notice(f"making the run again without {gone}")

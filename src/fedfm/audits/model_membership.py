@@ -30,6 +30,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapter_reading import load_adapter
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import keeps_parts, personal
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Can a reader of the final model tell which rows it was trained on?"
@@ -68,7 +69,7 @@ class ModelMembership(FinalModelAudit):
 def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     """The final models in the run directory: one per client if each has its own, otherwise one under the key ""."""
     method = run.experiment.method
-    state = run.state(method.state_type)
+    state = final_state(run, method.state_type)
     if not personal(method):
         return {"": method.params_for(state, "")}
     if not keeps_parts(method):

@@ -14,6 +14,7 @@ from fedfm.audits.finding import COUNT, Finding, absorb_rounding, nothing
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_canaries import NO_ROW_NOISE, costliest
 from fedfm.linalg.threads import torch_threads
+from fedfm.runtime.result_match import final_state
 from fedfm.runtime.run_directory import Run
 from fedfm.training import private
 
@@ -42,7 +43,7 @@ class RowNorms(Audit):
         batch = seeds.generator(run.experiment.run.seed, "audit", "row norms").permutation(len(rows))[:ROWS]
         c = mechanism.plan.clip_norm
         places = [model.params()]
-        last = method.params_for(run.state(method.state_type), client)
+        last = method.params_for(final_state(run, method.state_type), client)
         if last.layout is model.layout or tuple(last) == model.names:
             places.append(last)
         longest = 0.0

@@ -177,7 +177,8 @@ def predict(args: Namespace) -> int:
     if "files" in result:
         lines = [f"{visible(name)}\t{line}" for name, line in zip(result["files"], lines, strict=True)]
     if args.out is not None:
-        write(result, args.out)
+        if said := write(result, args.out):
+            tell(f"fedfm: {visible(said)}", sys.stderr)
         lines = [visible(args.out)]
     if result.get("perplexity") is not None:
         lines.append(f"perplexity {result['perplexity']:.6g}")

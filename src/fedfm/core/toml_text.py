@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,26 +36,38 @@ def put(table: dict[str, Any], key: str, value: Any) -> None:
 
 def to_toml(tables: Mapping[str, Any]) -> str:
     """Nested tables as TOML: one section per table, deeper tables inline. Keys without a value are left out."""
-
-    def inline(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return "{ " + ", ".join(lines(value)) + " }"
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(map(inline, value)) + "]"
-        return json.dumps(value, ensure_ascii=False)
-
-    def lines(table: Mapping[str, Any]) -> list[str]:
-        return [f"{_bare(key)} = {inline(value)}" for key, value in table.items() if value is not None]
-
-    top = lines({key: value for key, value in tables.items() if not isinstance(value, Mapping)})
+    top = _lines({key: value for key, value in tables.items() if not isinstance(value, Mapping)})
     for section, table in tables.items():
         if isinstance(table, Mapping):
-            top += ["", f"[{_bare(section)}]", *lines(table)]
+            top += ["", f"[{to_key(section)}]", *_lines(table)]
     return "\n".join(top).strip() + "\n"
 
 
-def _bare(key: str) -> str:
-    return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{to_key(key)} = {to_inline(value)}" for key, value in table.items() if value is not None]
+
+
+def to_inline(value: Any) -> str:
+    """A value as TOML in one line.
+
+    JSON differs from TOML in three ways: it escapes by pairs of surrogates, leaves DEL as it is, and writes Infinity.
+
+    Example:
+        >>> to_inline({"é": ["a", 1.5, True, float("inf")]})
+        '{ "é" = ["a", 1.5, true, inf] }'
+    """
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(_lines(value)) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(to_inline, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def to_key(key: str) -> str:
+    """One part of a key as TOML."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else to_inline(key)
 
 
 def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:

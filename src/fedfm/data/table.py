@@ -131,7 +131,7 @@ def fingerprint(table: Table) -> str:
     if table.targets is not None:
         add_array(table.targets)
     for name in (*table.classes, "\0", *table.split.tolist()):
-        add(name.encode())
+        add(name.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

@@ -280,7 +280,8 @@ def _dot(a: Tensor, b: Tensor) -> float:
 def sha256_of(models: Mapping[str, Params]) -> str:
     """One hash of several models, in order of their keys (client names; "" for a shared model)."""
     digest = hashlib.sha256()
-    for key, params in sorted(models.items()):
+    for key in sorted(models):
+        params = models[key]
         for name in sorted(params):
             tensor = params[name].contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -206,4 +206,5 @@ def write_about(model: Model, folder: Path, head_takes: str | None = None, scale
     if scale != "none":
         about["scale"] = scale
     about["sha256"] = {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
-    (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")
+    text = to_json(about, indent=2) + "\n"
+    (folder / ABOUT).write_bytes(text.encode("utf-8", "backslashreplace"))  # a class may be no UTF-8: JSON escapes it

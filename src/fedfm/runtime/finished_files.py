@@ -8,6 +8,7 @@ from pathlib import Path
 from fedfm.errors import InputError, Lost
 from fedfm.models.adapter_files import ABOUT
 from fedfm.models.adapter_reading import file_faults
+from fedfm.runtime.result_match import final_state, other_model
 from fedfm.runtime.run_directory import Run
 
 _NAMED = 3  # largest number of files that an error names
@@ -32,9 +33,9 @@ def refuse_lost(run: Run) -> None:
 
 def _faults(run: Run) -> Iterator[str]:
     try:
-        run.state(run.experiment.method.state_type, mapped=True)
+        final_state(run, run.experiment.method.state_type, mapped=True)
     except InputError as error:
-        yield str(error).partition(": put back")[0]
+        yield str(error).partition(": put ")[0]
     newcomers = {run.adapter(client) for client in run.manifest.get("newcomers", {})}
     folders = {run.adapter(), *run.path.glob("clients/*/adapter")}
     there = {folder for folder in folders if folder.is_dir()}
@@ -44,6 +45,7 @@ def _faults(run: Run) -> Iterator[str]:
     yield from (f"{folder} is missing" for folder in newcomers if not folder.is_dir())
     for folder in sorted({*there, *run.path.glob("last/**/adapter")}):
         yield from (fault for about in sorted(folder.rglob(ABOUT)) for fault in file_faults(about.parent))
+        yield from other_model(run, folder)
         if not any(folder.rglob(ABOUT)):
             yield f"{folder / ABOUT} is missing"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
@@ -27,6 +28,7 @@ from fedfm.core.metric_names import (
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.errors import E_REFUSED
 from fedfm.linalg.params import Params, sha256_of
+from fedfm.models.adapter_files import ABOUT, save, sha256_of_file
 from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
@@ -40,6 +42,7 @@ from fedfm.runtime.judge import CLASS_COUNTS, CONFUSION
 from fedfm.runtime.predictions import feature_transform, keeps_parts
 from fedfm.runtime.run_directory import Run
 
+SUMS = "sums.safetensors"  # in a newcomer's folder: the sums of all clients up to this one
 # Metrics of the last evaluation, in their order in the result line.
 _METRICS = [ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY, "client_accuracy", LOCAL_LOSS, BALANCED_ACCURACY]
 _METRICS += [MACRO_F1, LOSS, PERPLEXITY]
@@ -255,9 +258,18 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
     Raises:
         RunError: the models cannot be written.
     """
-    from fedfm.models.adapter_files import save
-
     for client, w in models.items():
         folder = run.adapter(client, last=last)
         with storage.writing(folder, of_run=True):
             save(model, w, folder, feature_transform(run.experiment.method))
+        note_files(run, folder)
+
+
+def note_files(run: Run, folder: Path) -> None:
+    """Enter a model's files into the manifest: the SHA-256 of each ``fedfm.json``, which has those of the tensors.
+
+    So that a file of another run, which has its own ``fedfm.json``, is noticed (:mod:`fedfm.runtime.result_match`).
+    """
+    found = sorted([*folder.rglob(ABOUT), *folder.glob(SUMS)])
+    files = {str(path.relative_to(run.path)): sha256_of_file(path) for path in found}
+    run.manifest["model_files"] = run.manifest.get("model_files", {}) | files

@@ -14,7 +14,7 @@ from fedfm.core.text import from_json
 from fedfm.core.toml_text import leaves
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.run_folder import MANIFEST, versions
+from fedfm.runtime.run_folder import MANIFEST, settings_of_rounds, versions
 from fedfm.training import Local, TrainsLocally
 
 # Keys for places and waiting times; fingerprints ensure that data and model stay the same when their places change.
@@ -49,12 +49,13 @@ def check_edits(run: Run, record: Mapping[str, Any]) -> None:
     """
     if "experiment" not in record:  # an earlier version wrote the checkpoint
         return
-    before = from_json(record["experiment"])
-    now = {key: table for key, table in run.manifest["experiment"].items() if key not in ("name", "data")}
+    before, now = from_json(record["experiment"]), settings_of_rounds(run.manifest["experiment"])
+    if "data" not in before:  # an earlier version wrote the checkpoint
+        del now["data"]
     if keys := [key for key in changed_keys(before, now) if key != "method.rounds"]:
         raise InputError(
             f"{run.path / MANIFEST} was changed: {', '.join(keys)} had another value in round {record['round']}. A "
-            "resumed run keeps its experiment: put the old value back, or start a new run"
+            "run keeps its experiment: put the old value back, or the run's own checkpoint, or start a new run"
         )
 
 

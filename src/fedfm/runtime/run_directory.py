@@ -8,6 +8,7 @@ a resume continues after the last commit, and cuts off later lines of the logs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from fedfm.runtime.run_folder import (
     own_place,
     read_manifest,
     refuse_used,
+    settings_of_rounds,
 )
 
 # Temporary files that a killed process may leave.
@@ -51,16 +53,19 @@ class Run:
 
     Attributes:
         path: the folder.
-        experiment: the experiment of the run.
         manifest: contents of ``manifest.json``.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
-        self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
         self.seconds = 0.0  # seconds that the run took in earlier processes
         self._lock: Lock | None = None  # the lock of a new run, from its creation until its first use
         self._within = False  # whether this process has locked the run
+
+    @functools.cached_property
+    def experiment(self) -> Experiment:
+        """The experiment of the run; a method of the user's own is imported."""
+        return Experiment.from_dict(self.manifest["experiment"], imports=True)
 
     def __repr__(self) -> str:
         state = "not finished" if self.manifest["result"] is None else "finished"
@@ -88,14 +93,19 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> Run:
+    def open(cls, path: str | Path, *, imports: bool = True) -> Run:
         """Open an existing run.
+
+        Args:
+            imports: whether to read the experiment now, which imports a method of the user's own.
 
         Raises:
             InputError: the folder has no run, the run is damaged, or another release wrote it.
         """
-        path = Path(path)
-        return cls(path, read_manifest(path))
+        run = cls(Path(path), read_manifest(Path(path)))
+        if imports:
+            _ = run.experiment
+        return run
 
     @contextlib.contextmanager
     def lock(self, *, wait: bool = False) -> Iterator[None]:
@@ -155,7 +165,8 @@ class Run:
             InputError: for the reasons of :meth:`open`.
         """
         self.manifest = read_manifest(self.path)
-        self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
+        if self.__dict__.pop("experiment", None) is not None:
+            _ = self.experiment
 
     def discard(self) -> None:
         """Remove a run that this process made and locked; the lock file is removed last, which frees the folder."""
@@ -226,7 +237,7 @@ class Run:
             "underway": {client: list(at) for client, at in fed.in_flight.items()},
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
-            "experiment": to_json({k: v for k, v in self.manifest["experiment"].items() if k not in ("name", "data")}),
+            "experiment": to_json(settings_of_rounds(self.manifest["experiment"])),
             "kept": file_integrity.parties(self.path / "private"),
         }
         self._folder.mkdir(mode=0o700, exist_ok=True)

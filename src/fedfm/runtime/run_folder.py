@@ -8,6 +8,7 @@ import functools
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
         return with_all_names(manifest, path / MANIFEST)
     return manifest
+
+
+def settings_of_rounds(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of an experiment that decide the bits of its rounds: without name and places of rows."""
+    data = {key: value for key, value in experiment["data"].items() if key not in ("path", "hub", "clients")}
+    return {key: value for key, value in experiment.items() if key != "name"} | {"data": data}
 
 
 def new_manifest(experiment: Experiment) -> dict[str, Any]:

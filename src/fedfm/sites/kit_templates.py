@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
+from fedfm.core.toml_text import to_inline
 from fedfm.version import __version__
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def _compose(kit: Kit) -> str:
 
 
 def _silo(kit: Kit, federation: FederationFile) -> str:
-    classes = json.dumps(list(federation.classes), ensure_ascii=False) if federation.classes is not None else None
+    classes = to_inline(list(federation.classes)) if federation.classes is not None else None
     lines = [
         f'name = "{kit.name}"',
         'data = "rows.csv"                # your rows: a file or a folder, relative to this file',
         f"classes = {classes}" if classes else '# classes = ["...", "..."]      # as the federation agreed, in order',
-        f"models = {json.dumps(list(federation.models), ensure_ascii=False)}",
-        f"allow = {json.dumps(list(federation.allow))}",
+        f"models = {to_inline(list(federation.models))}",
+        f"allow = {to_inline(list(federation.allow))}",
         "",
         "# `fedfm silo check silo.toml` explains this file; the server never sees it.",
     ]

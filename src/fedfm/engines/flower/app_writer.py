@@ -13,7 +13,7 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.toml_text import to_toml
+from fedfm.core.toml_text import to_inline, to_key, to_toml
 from fedfm.engines.flower import run_config, server_app
 from fedfm.engines.known_clients import dealt_clients, known_clients
 from fedfm.errors import InputError
@@ -124,7 +124,7 @@ def _settable(folder: Path, experiment: Experiment, given: Mapping[str, Any]) ->
             *_lines(chosen),
             "",
             "# What it leaves at the default, which may follow from what is set, such as alpha from the rank",
-            *_with_comments(others, [json.dumps(told[key], ensure_ascii=False) for key in others]),
+            *_with_comments(others, [to_inline(told[key]) for key in others]),
             "",
             "# Lists, tables of names, and what flwr run cannot change",
             *_lines({run_config.EXPERIMENT: rest}),
@@ -205,11 +205,7 @@ def _tables(experiment: Experiment, rename: Callable[[Path], str]) -> dict[str, 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
     """Dotted keys of TOML with their values."""
-    return [f"{'.'.join(map(_key, k.split('.')))} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items()]
-
-
-def _key(part: str) -> str:
-    return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else json.dumps(part, ensure_ascii=False)
+    return [f"{'.'.join(map(to_key, key.split('.')))} = {to_inline(value)}" for key, value in values.items()]
 
 
 def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
