@@ -73,6 +73,28 @@ def test_an_export_answers_a_batch_as_the_run_does(folder, tmp_path, family, to)
         assert set(row[len(answer.tokens) :]) <= {tokenizer.pad_token_id}  # the answer ends where the run's does
 
 
+@pytest.mark.parametrize("drawn", [None, True], ids=["nothing stated", "drawn by its makers"])
+def test_a_pipeline_answers_as_the_run_does_unless_the_makers_state_otherwise(folder, tmp_path, drawn):
+    """transformers' own pipeline of texts draws them if the file says nothing."""
+    from transformers import pipeline
+
+    model = load(with_template(folder("llama"), tmp_path / "base"), instructions(), "lora", answer_tokens=5)
+    model.module.generation_config.do_sample = drawn
+    w = trained(model)
+    export(model, w, "hf", tmp_path / "out")
+    say = pipeline("text-generation", str(tmp_path / "out"))
+    assert say.model.generation_config.do_sample is bool(drawn)
+    assert say.model.generation_config.num_beams == 1
+    if drawn:
+        return
+    model.load(w)
+    prompts = [[{"role": "user", "content": said}] for said, _ in ASKED]
+    given = [found[0]["generated_text"][-1]["content"] for found in say(prompts)]
+    assert [text.split() for text in given] == [
+        answer.text.split() for answer in answers(model, model.prepare(instructions(), range(len(ASKED))))
+    ]
+
+
 def test_the_base_keeps_its_own_generation_settings(folder, tmp_path):
     model = load(with_template(folder("llama"), tmp_path / "base"), instructions(), "lora")
     own = (tmp_path / "base/generation_config.json").read_bytes()

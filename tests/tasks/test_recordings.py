@@ -239,6 +239,7 @@ def test_the_pipeline_of_transformers_gives_the_answers_of_a_whisper_of_language
     found = predict(tmp_path / "run", asked)
     export(tmp_path / "run", "hf", tmp_path / "hf")
     recognise = pipeline("automatic-speech-recognition", model=str(tmp_path / "hf"), device="cpu")
+    assert recognise.model.generation_config.num_beams == 1  # the pipeline's own number is 5
     assert [recognise(sound)["text"] for sound in sounds_of(place, 4)] == found["answers"]
 
 

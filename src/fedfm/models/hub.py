@@ -56,7 +56,8 @@ def load_pretrained(
             configuration.name_classes(config, classes, task.problem_type)
         task.fit_config(config, spec.name)
         tools = task.complete_tools(tools_of(path, spec, config, kind, task), path, config)
-        if tools.tokenizer is not None and getattr(config, "pad_token_id", None) is None:
+        unpadded = tools.tokenizer is not None and getattr(config, "pad_token_id", None) is None
+        if unpadded:
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class, guesses = task.model_class(kind, path, config)
         about = config.to_diff_dict()
@@ -85,6 +86,8 @@ def load_pretrained(
         from fedfm.models import positions
 
         tools = positions.fit(tools, spec, module, config)
+        if unpadded:
+            positions.train_every_word(module)
     task.check_tools(tools, spec.name)
     new = weights.new_modules(module, config.model_type, read.new) if task.new_head else []
     placed = stored is not None or bool(devices.placement(spec.device))

@@ -11,9 +11,12 @@ from torch import nn
 
 
 def keepers(module: nn.Module) -> list[nn.Module]:
-    """Modules of transformers that override ``train()``, and so do more than change their mode."""
-    own = (m for m in module.modules() if type(m).train is not nn.Module.train)
-    return [m for m in own if type(m).__module__.startswith("transformers.")]
+    """Modules whose own class, in an architecture of transformers, overrides ``train()``: it does more than set a mode.
+
+    The base class of all models of transformers overrides it, too, and keeps nothing. Such a model must stay in
+    evaluation mode: in training mode a BART drops out its embeddings, an OPT its layers, and a Whisper masks features.
+    """
+    return [m for m in module.modules() if type(m).train.__module__.startswith("transformers.models.")]
 
 
 def forget(module: nn.Module) -> None:

@@ -52,6 +52,17 @@ def embedding(module: nn.Module) -> Any:
     return found if weight is not None and weight.dim() == 2 and hasattr(found, "padding_idx") else None
 
 
+def train_every_word(module: nn.Module) -> None:
+    """Give each row of the token embedding a gradient, also the padding token's.
+
+    torch withholds it from the token of which a configuration says that it pads. Where fedfm chose the end token or the
+    unknown token for padding, texts have this token, too. Padding itself gets no gradient, since it is masked.
+    """
+    words = embedding(module)
+    if words is not None:
+        words.padding_idx = None
+
+
 def _positions(module: nn.Module, words: Any, config: Any) -> int | None:
     """The number of positions of the model; None if there is no limit."""
     keys = ("max_position_embeddings", "n_positions", "max_target_positions")

@@ -76,15 +76,16 @@ class AnswerTask(LanguageTask):
         return self.answer_tokens or super().answer_limit(tools)
 
     def generation_settings(self, model: Network) -> dict[str, Any]:
-        """End and padding tokens, and the limit of an answer's length.
+        """End and padding tokens, the limit of an answer's length, and that answers are greedy.
 
         A chat template can end an answer with a token that the base model does not list.
         """
+        from fedfm.models.language.generation import stated_as_greedy
         from fedfm.models.text_metrics import answer_limit, end_tokens
 
         ends, pad = sorted(end_tokens(model, called=True)), model.tools.tokenizer.pad_token_id
         limit = {"max_length": None, "max_new_tokens": answer_limit(model)}
-        return {"eos_token_id": ends or None, "pad_token_id": pad} | limit
+        return {"eos_token_id": ends or None, "pad_token_id": pad} | limit | stated_as_greedy(model)
 
     def generate(self, model: Network, rows: Rows) -> list[Answer]:
         """The model's greedy answers to the prompts of these rows."""

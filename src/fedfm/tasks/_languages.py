@@ -13,6 +13,7 @@ import torch
 from fedfm.errors import InputError, close
 from fedfm.models import refusals
 from fedfm.models.families import unwrap
+from fedfm.models.language.generation import stated_as_greedy
 from fedfm.models.locate import stored_file
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
@@ -220,7 +221,7 @@ def _language_id(tokenizer: Any, code: str) -> int | None:
 
 
 def generation_settings(model: Network, source: str | None, target: str | None) -> dict[str, Any]:
-    """The settings with which a model generates as it was trained: first tokens, end tokens, and the limit of length.
+    """The settings with which a model generates as it was trained: first and last tokens, length, and greedily.
 
     The first tokens are those of training: the decoder's first input, and the language's code as the first target.
     """
@@ -234,6 +235,7 @@ def generation_settings(model: Network, source: str | None, target: str | None) 
         "pad_token_id": tokenizer.pad_token_id,
         "max_length": None,
         "max_new_tokens": limit(model),
+        **stated_as_greedy(model),
     }
     if model.tools.processor is None:
         if target is not None and hasattr(tokenizer, "tgt_lang"):

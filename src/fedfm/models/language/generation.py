@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from fedfm.models.families import unwrap
+
 if TYPE_CHECKING:
     from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 # These replace the settings of generation_config.json, so that each token of an answer is the model's likeliest token.
 GREEDY: Mapping[str, Any] = MappingProxyType(
@@ -67,6 +70,15 @@ def settings_in_force(model: Model) -> str:
     if not asked:
         return ""
     return f"answers follow generation_config.json of the model, which has {', '.join(asked)}"
+
+
+def stated_as_greedy(model: Network) -> dict[str, Any]:
+    """What ``generation_config.json`` has to state for greedy answers, where the model's makers state nothing.
+
+    transformers' pipelines draw texts, and search transcripts with five beams, unless that file says otherwise.
+    """
+    config = unwrap(model.module).generation_config
+    return {key: GREEDY[key] for key in ("do_sample", "num_beams") if getattr(config, key, None) is None}
 
 
 def _config(model: Model) -> Any:
