@@ -213,7 +213,7 @@ def _equal(x: Params, y: Params) -> bool:
     if x is y:
         return True
     pairs = [(x.flats[d].view(torch.uint8), y.flats[d].view(torch.uint8)) for d in x.flats]
-    return all(torch.equal(a, b) for of in pairs for a, b in zip(*(flat.split(PIECE) for flat in of), strict=True))
+    return all(torch.equal(a, b) for of in pairs for a, b in zip(*(torch.split(flat, PIECE) for flat in of), strict=True))
 
 
 def _layer_names(layout: Layout, layers: Sequence[Sequence[str]] | None) -> list[list[str]]:
