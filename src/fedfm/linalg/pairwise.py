@@ -212,8 +212,11 @@ def _equal(x: Params, y: Params) -> bool:
     """Whether two vectors of one layout have the same bits, read up to the first piece that differs."""
     if x is y:
         return True
-    pairs = [(x.flats[d].view(torch.uint8), y.flats[d].view(torch.uint8)) for d in x.flats]
-    return all(torch.equal(a, b) for of in pairs for a, b in zip(*(torch.split(flat, PIECE) for flat in of), strict=True))
+    for d in x.flats:
+        a, b = (torch.split(w.flats[d].view(torch.uint8), PIECE) for w in (x, y))
+        if not all(map(torch.equal, a, b)):
+            return False
+    return True
 
 
 def _layer_names(layout: Layout, layers: Sequence[Sequence[str]] | None) -> list[list[str]]:
