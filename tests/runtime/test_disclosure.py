@@ -123,7 +123,7 @@ def test_under_one_key_the_release_moves_results_and_nothing_else(tmp_path, monk
     manifests = [json.loads((tmp_path / folder / "run/manifest.json").read_text()) for folder in "ab"]
     changed = {key for key in manifests[0] if manifests[0][key] != manifests[1][key]}
     # What is said of rows that the noise leaves out follows from the noisy counts.
-    assert changed - {"created", "finished", "notices"} == {"fingerprints", "result"}
+    assert changed - {"created", "finished", "notices"} == {"fingerprints", "model_files", "result"}
     lines = [(tmp_path / folder / "run/metrics.jsonl").read_text().splitlines()[0] for folder in "ab"]
     assert lines[0] == lines[1]  # of the start, before anything was released
 

@@ -138,5 +138,5 @@ def test_damaged_and_missing_arrays_of_rounds_are_named(tmp_path):
 def test_a_folder_whose_description_is_damaged_is_refused(tmp_path):
     fedfm.run(experiment(tmp_path, method={"name": "local", "rounds": 1}), tmp_path / "run", progress=QUIET)
     (tmp_path / "run/clients/client-00/adapter/fedfm.json").write_text("{")
-    with pytest.raises(InputError, match=r"fedfm\.json is damaged"):
+    with pytest.raises(InputError, match=r"fedfm\.json is not the file that this run wrote"):
         fedfm.predict(tmp_path / "run", tmp_path / "rows.npz", "client-00")

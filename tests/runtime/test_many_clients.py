@@ -167,7 +167,7 @@ def test_a_manifest_lists_ranges_of_names_and_is_read_with_all_names(large):
     }  # fmt: skip
     assert "clients" not in written["split"]
     assert fedfm.resume(path)["params_sha256"] == result["params_sha256"]
-    assert "2 000 clients: 2 to 2 each, median 2; shown are 40 clients" in plain(html.write(path))
+    assert "2 000 clients: 2 to 2 each, median 2; 40 clients are shown" in plain(html.write(path))
 
 
 def test_names_in_short_form_come_back_in_their_order():

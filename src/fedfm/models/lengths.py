@@ -30,8 +30,6 @@ def notice(spec: ModelSpec, tools: Tools) -> tuple[str, ...]:
     Rows are cut to the positions, since the model has no others. They are not cut to the tokenizer's limit: it only
     says for how many tokens the model was made.
     """
-    if tools.tokenizer is None:
-        return ()
     found, stated = [], tools.tokenizer.model_max_length  # transformers' default is larger than any model's length
     # The default is the same for all models, also for CLIP, which has 77 positions.
     if tools.positions and spec.max_length > tools.positions and spec.max_length != type(spec).max_length:

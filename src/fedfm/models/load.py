@@ -21,7 +21,7 @@ from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.data.user_functions import is_function
 from fedfm.errors import InputError, quote_names
-from fedfm.models import devices, families, hub, lengths, new_parts, precision
+from fedfm.models import devices, families, hub, new_parts, precision
 from fedfm.models.adapters import adaptation
 from fedfm.models.families import Parts
 from fedfm.models.finite import Finite
@@ -280,7 +280,11 @@ def _weights(loaded: Loaded) -> set[str]:
 
 def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator[str]:
     """Notices about properties of a loaded model that its name does not show."""
-    yield from (*loaded.notices, *loaded.tools.notices, *lengths.notice(spec, loaded.tools))
+    yield from (*loaded.notices, *loaded.tools.notices)
+    if loaded.tools.tokenizer is not None:
+        from fedfm.models import lengths
+
+        yield from lengths.notice(spec, loaded.tools)
     if is_pooled_encoder(loaded.module):
         yield (
             f"transformers has no classifier of type {loaded.model_type!r}: a new linear head reads the encoder's "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import kept_outputs, lengths, metrics, preparation, preprocessing
+from fedfm.models import kept_outputs, metrics, preparation, preprocessing
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.decay import no_weight_decay
 from fedfm.models.derived_modules import Bounded
@@ -206,8 +206,13 @@ class Model:
             task=self.task,
             most=most,
             loaders=self.loaders,
-            check=partial(lengths.check, self.tools),
+            check=self._check_tokens,
         )
+
+    def _check_tokens(self, *of: Any) -> None:
+        from fedfm.models import lengths  # of texts alone
+
+        lengths.check(self.tools, *of)
 
     def encode(self, rows: Rows) -> Rows:
         """With adaptation ``head``, the rows' features (n, d) from the frozen backbone; else the rows unchanged.

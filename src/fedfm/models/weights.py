@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import families
+from fedfm.models import families, quantised_maps
 from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, labels_pixels, within
 from fedfm.models.refusals import first_of, refusal
@@ -79,10 +80,12 @@ def load(
             "or make weights with `fedfm pretrain` and name their folder",
             key="model.name",
         )
-    from fedfm.models import stored_files, stored_formats
+    widened = False
+    if quantised_maps.settings(config) is not None or _has_narrow_floats(path):
+        from fedfm.models import stored_files, stored_formats
 
-    widened = stored_formats.is_widened(config)
-    stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
+        widened = stored_formats.is_widened(config)
+        stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
     try:
         # transformers initialises missing weights at random; this must not depend on the global generator or change it.
         with torch.random.fork_rng(devices=[]):
@@ -112,6 +115,18 @@ def load(
     new, notices = Difference.of_load(module, path, info).judge(head=head)
     notices += _of_two_tables(module, path)
     return Read(module, new, [*notices, *([stored_formats.notice(module, config, spec.name)] if widened else [])])
+
+
+def _has_narrow_floats(path: Path | str) -> bool:
+    """Whether a file has floats of 8 or 4 bits by its header, or cannot be read here and has to be looked at."""
+    for file in [path] if isinstance(path, str) else path.glob("*.safetensors"):
+        try:
+            with open(file, "rb") as data:
+                if re.search(rb'"F[84]', data.read(min(int.from_bytes(data.read(8), "little"), 1 << 27))):
+                    return True
+        except OSError:
+            return True
+    return False
 
 
 def _of_two_tables(module: Any, path: Path | str) -> list[str]:

@@ -16,7 +16,6 @@ from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
 from fedfm.data.table import PARTS
 from fedfm.errors import InputError
-from fedfm.models import lengths
 from fedfm.models.families import unwrap
 from fedfm.models.first_batch import look
 from fedfm.models.model import Model
@@ -51,8 +50,11 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
             later_words.refuse_hollow(model)
     if not isinstance(model, Model) or not population.clients:
         return []
-    if lengths.exceeds(model.tools):
-        model.prepare(table, rows)
+    if model.tools.tokenizer is not None:
+        from fedfm.models import lengths
+
+        if lengths.exceeds(model.tools):
+            model.prepare(table, rows)
     if table.kind == "image" and model.tools.image is not None and not isinstance(table.inputs, np.ndarray):
         from fedfm.models import picture_sizes
 

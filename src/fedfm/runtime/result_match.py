@@ -61,7 +61,7 @@ def refuse_other(run: Run, record: Mapping[str, Any], state: Any) -> None:
     Raises:
         InputError: the two files do not belong together; the message names what differs.
     """
-    check_edits(run, record)
+    check_edits(run, record, finished=True)
     method, result = run.experiment.method, run.manifest["result"]
     if (expected := result.get("server_sha256", result.get("params_sha256"))) is None:
         return  # an early version wrote the run

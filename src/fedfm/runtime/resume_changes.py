@@ -41,8 +41,11 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in MOVABLE)
 
 
-def check_edits(run: Run, record: Mapping[str, Any]) -> None:
+def check_edits(run: Run, record: Mapping[str, Any], *, finished: bool = False) -> None:
     """Refuse a manifest in which somebody has changed the experiment since a checkpoint.
+
+    Args:
+        finished: of a finished run, where it ran and who left later do not count: an audit judges the latter.
 
     Raises:
         InputError: the message names the keys.
@@ -52,7 +55,14 @@ def check_edits(run: Run, record: Mapping[str, Any]) -> None:
     before, now = from_json(record["experiment"]), settings_of_rounds(run.manifest["experiment"])
     if "data" not in before:  # an earlier version wrote the checkpoint
         del now["data"]
-    if keys := [key for key in changed_keys(before, now) if key != "method.rounds"]:
+    keys = [key for key in changed_keys(before, now) if key != "method.rounds"]
+    if finished:
+        later = {".".join(key): value for key, value in leaves(run.experiment.to_dict())}  # a key of a later version
+        present = {".".join(key) for key, _ in leaves(now)}
+        old = {".".join(key): value for key, value in leaves(before)}
+        keys = [key for key in keys if key != "data.without" and (key == "run.seed" or not key.startswith("run."))]
+        keys = [key for key in keys if key in present or old.get(key) != later.get(key)]
+    if keys:
         raise InputError(
             f"{run.path / MANIFEST} was changed: {', '.join(keys)} had another value in round {record['round']}. A "
             "run keeps its experiment: put the old value back, or the run's own checkpoint, or start a new run"
