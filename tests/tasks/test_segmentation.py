@@ -620,7 +620,7 @@ def test_a_report_has_a_table_by_class(ran):
 
 def test_a_report_shows_test_rows_if_it_is_asked(ran, tmp_path, capsys):
     from fedfm.cli import main
-    from fedfm.reports import renewal
+    from fedfm.reports import html
 
     run_dir = shutil.copytree(ran, tmp_path / "run")
     assert main(["report", str(run_dir), "--rows", "4"]) == 0
@@ -628,6 +628,6 @@ def test_a_report_shows_test_rows_if_it_is_asked(ran, tmp_path, capsys):
     assert re.findall(r'alt="(\d+.png)"', text) == [f"{i:03d}.png" for i in range(4)]
     assert "img-src data:" in text
     assert main(["report", str(run_dir), "--rows", "0"]) == 2
-    renewal.renew(run_dir)
+    html.renew(run_dir)
     assert "<img" not in (run_dir / "report.html").read_text()
     capsys.readouterr()

@@ -37,14 +37,14 @@ def audit(
     """
     from fedfm.audits.audit import perform_within
     from fedfm.audits.steps import command
-    from fedfm.reports import renewal
+    from fedfm.reports import html
 
     named = [attacks] if isinstance(attacks, str) else attacks
     notice = (progress or Bar()).notice
     done = perform_within(time_limit, run, named, notice, given=given)
     if done.left_out:
         notice(f"the time limit was reached; for the other attacks run: {command(run, done.left_out)}")
-    renewal.renew(Path(run))
+    html.renew(Path(run))
     return done.findings
 
 

@@ -164,15 +164,10 @@ def drive(
         raise RunError(f"a library failed: {libraries.describe(error)}") from error
     finally:
         progress.finished()
-    from fedfm.reports import html, read
+    from fedfm.reports import html
 
     try:
-        if (run.path / read.DOSSIER).is_file():  # of a resumed run
-            from fedfm.reports import renewal
-
-            renewal.renew(run.path)
-        else:
-            html.write(run.path)
+        html.renew(run.path)
     except (FedfmError, OSError) as error:  # the result exists, and `fedfm report` can write the page later
         progress.notice(f"report.html could not be written: {reason_of(error)}")
     return result

@@ -34,7 +34,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
-from fedfm.reports import renewal
+from fedfm.reports import html
 from fedfm.runtime import beforehand, predictions, result_match, run_manifest
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
@@ -134,7 +134,7 @@ def join(
         if JOINED not in run.manifest["do_not_share"]:
             run.manifest["do_not_share"].append(JOINED)
         run.write_manifest()
-    renewal.renew(run.path)
+    html.renew(run.path)
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
 
 

@@ -26,7 +26,7 @@ from fedfm.core.text import safe_name
 from fedfm.data.owners import number_names
 from fedfm.data.partition import DEFAULT_CLIENTS
 from fedfm.errors import InputError, close, quote_names
-from fedfm.reports import renewal
+from fedfm.reports import html
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import FIRSTS
 from fedfm.runtime.disclosure import check_same, fingerprints
@@ -103,7 +103,7 @@ def leave(
     with new.lock():
         new.manifest["departures"][-1] |= {"how": how, "membership": membership}
         new.write_manifest()
-    renewal.renew(new.path)
+    html.renew(new.path)
     before, same = run.manifest["result"], not _takes_test_rows(run, population, name)
     if not same and before["accuracy"] is not None:
         progress.notice(f"the two accuracies are of different test rows, since the test rows of {name} left with it")
@@ -172,7 +172,7 @@ def _certify(run: Run, name: str, notice: Callable[[str], None]) -> dict[str, An
     with run.lock(wait=True):
         run.manifest["departures"] = [*run.manifest.get("departures", ()), entry]
         run.write_manifest()
-    renewal.renew(run.path)
+    html.renew(run.path)
     found = {"run": str(run.path), "client": name, "exact": True, "how": NOT_ASKED, "accuracy": result["accuracy"]}
     found |= {"accuracy_before": result["accuracy"], "same_test_rows": True, "membership": None}
     return found | {key: entry[key] for key in ("removed", "not_removed")}

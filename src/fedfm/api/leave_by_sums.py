@@ -21,7 +21,7 @@ from fedfm.core import storage
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params, sha256_of
-from fedfm.reports import renewal
+from fedfm.reports import html
 from fedfm.runtime import logs
 from fedfm.runtime.result import write_models
 from fedfm.runtime.result_match import final_state
@@ -104,7 +104,7 @@ def make_run(run: Run, name: str, file: Path, without: Any, out: Path, entry: di
         new.write_manifest()
         (new.path / logs.MESSAGES).touch()
         own_sums.enter_opened(run, given, new)
-    renewal.renew(out)
+    html.renew(out)
     return entry
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedfm.core import storage
 from fedfm.core.text import to_json
-from fedfm.reports import renewal
+from fedfm.reports import html
 from fedfm.reports.read import read as read_files
 from fedfm.reports.readers import readers
 from fedfm.reports.survey_rules import distance_from, risks_of
@@ -46,7 +46,7 @@ def finish(path: Path, before: Mapping[str, Any] | None, progress: Progress) -> 
     with run.lock(wait=True):
         run.manifest["result"]["details"]["survey"] = without_mean(found)
         run.write_manifest()
-    renewal.renew(run.path)
+    html.renew(run.path)
     return {"run": str(run.path), **found}
 
 

@@ -34,7 +34,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.reports import renewal
+from fedfm.reports import html
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import logits, personal, scores
 from fedfm.runtime.progress import Progress
@@ -111,7 +111,7 @@ def worth(
     with run.lock(wait=True):
         run.manifest["worth"] = found
         run.write_manifest()
-    renewal.renew(run.path)
+    html.renew(run.path)
     return {"run": str(path), **found}
 
 

@@ -37,7 +37,7 @@ def audit(args: Namespace) -> int:
     from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
     from fedfm.core.durations import duration_text
-    from fedfm.reports import dossier, renewal
+    from fedfm.reports import dossier, html
     from fedfm.runtime.run_directory import Run
     from fedfm.runtime.step_bars import Attacks
 
@@ -61,9 +61,9 @@ def audit(args: Namespace) -> int:
         except KeyboardInterrupt as stopped:
             if stopped.args:
                 tell(f"fedfm: {stopped}", sys.stderr)
-                renewal.renew(args.run)
+                html.renew(args.run)
             raise
-    page, found = renewal.renew(args.run), done.findings
+    page, found = html.renew(args.run), done.findings
     result: dict[str, Any] = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
     if done.left_out:
         result["not_run"] = list(done.left_out)
@@ -83,16 +83,16 @@ def audit(args: Namespace) -> int:
 def report(args: Namespace) -> int:
     """Run ``fedfm report``; return the exit code."""
     with quick_imports():
-        from fedfm.reports import client_weights, compare, renewal
+        from fedfm.reports import client_weights, compare, html
     from fedfm.runtime.runs_below import each_run
 
     runs = each_run([args.run])
     if args.rows is None:
-        pages = [renewal.renew(run) for run in runs]
+        pages = [html.renew(run) for run in runs]
     else:
         from fedfm.api.row_pictures import draw
 
-        pages = [renewal.renew(run, draw(run, args.rows)) for run in runs]
+        pages = [html.renew(run, draw(run, args.rows)) for run in runs]
     for run in runs:
         tell_missing(run)
     tell(compare.table(runs).rstrip())

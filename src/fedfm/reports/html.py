@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import account, classes, sections
 from fedfm.reports.page import aside, page, save
-from fedfm.reports.read import AUDIT, WEIGHTS, RunFiles, mapping, numeric, read, sequence
+from fedfm.reports.read import AUDIT, DOSSIER, WEIGHTS, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 from fedfm.runtime.runs_below import order_in
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 def write(run_dir: Path, baselines: Sequence[Path] | None = None, rows: RowPictures | None = None) -> Path:
     """Write :func:`render` into a run's directory; returns the path."""
     return save(render(run_dir, baselines, rows), Path(run_dir) / "report.html")
+
+
+def renew(run_dir: Path, rows: RowPictures | None = None) -> Path:
+    """Write the report again, with ``rows`` if given, and the dossier if the run has one; return the report's path."""
+    if (Path(run_dir) / DOSSIER).is_file():
+        import_module("fedfm.reports.dossier").write(run_dir)
+    return write(run_dir, rows=rows)
 
 
 def render(

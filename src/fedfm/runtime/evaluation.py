@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
-UNSCORED = (
-    "the client could not score the received model (its errors.log has the traceback), or no rows can have its scores"
-)
+UNSCORED = "the client could not score the received model (see its errors.log), or no rows can have its scores"
 
 
 class Evaluation:

@@ -162,9 +162,9 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool) -> list[Any]:
                 trained = [_alone(partial(_train_alone, job)) for job in jobs]
                 if not any(isinstance(out, BaseException) for out in trained):
                     # None of the clients is at fault, e.g. the memory is too small for all at once.
-                    text = f"{type(failure).__name__}: {first_line(failure)}"
                     alone = f"{len(jobs)} clients could not train together, so each trains alone, which takes longer"
-                    warnings.warn(f"{alone} ({text})", RuntimeWarning, stacklevel=2)
+                    why = f"({type(failure).__name__}: {first_line(failure)})"
+                    warnings.warn(f"{alone} {why}", RuntimeWarning, stacklevel=2)
             for (i, run, _), out in zip(items, trained, strict=True):
                 if isinstance(out, BaseException):
                     advance(i, run, error=out)

@@ -321,7 +321,7 @@ def start(
             seconds = patience(experiment.method, population, spec, progress.notice)
 
         def tell(text: str) -> None:
-            run.manifest["notices"].append(text)
+            run.note(text)
             progress.notice(text)
 
         link = LocalLink(
